@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ def console() -> Console:
 def print_json(data: object) -> None:
     """Print data as JSON; inf and nan are null."""
     print(json.dumps(finite(data), indent=1, ensure_ascii=False))
+
+
+def table(*labels: str, left: Sequence[str] = ()) -> Table:
+    """An empty table with these columns; those in `left` are aligned to the left, the others to the right."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for label in labels:
+        made.add_column(label, justify="left" if label in left else "right", no_wrap=True)
+    return made
 
 
 def found(model: str | None, saved: Path | None, text: Path | None, choice: Choice) -> Analysis:
@@ -111,9 +119,8 @@ def heads_of(spec: str | None) -> slice | None:
 
 def summary(analysis: Analysis) -> Table:
     """The table that the terminal shows: one row a layer."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("layer", "structure", "heads", "half-life", "looks back", "effective state"):
-        shown.add_column(label, justify="left" if label in ("layer", "structure") else "right", no_wrap=True)
+    labels = ("layer", "structure", "heads", "half-life", "looks back", "effective state")
+    shown = table(*labels, left=labels[:2])
     for run in analysis.data.runs:
         life, size = run.half_life, run.effective_state_size
         kept = "–" if life is None else duration(life.percentiles.median)

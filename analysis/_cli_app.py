@@ -225,8 +225,8 @@ def check(
         raise typer.Exit(LAW_BROKEN)
 
 
-_cli_compare.register(app, _one_line_errors)
-_cli_bench.register(app, _one_line_errors)
+app.command()(_one_line_errors(_cli_compare.compare))
+app.command()(_one_line_errors(_cli_bench.bench))
 
 
 @app.command()
@@ -283,4 +283,4 @@ def doctor(
         raise typer.Exit(LAW_BROKEN)
 
 
-_cli_train.register(app, _one_line_errors)
+app.command()(_one_line_errors(_cli_train.train))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from dsf.analysis import _cli_analyze
@@ -54,9 +52,8 @@ def bench(
 
 def table(result: Any) -> Table:
     """The table of times (ms) and memory: one row an implementation, and one for the lower bound."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("", "forward", "x floor", "both", "decode", "first call", "kept, MiB", "peak, MiB"):
-        shown.add_column(label, justify="right" if label else "left", no_wrap=True)
+    labels = ("", "forward", "x floor", "both", "decode", "first call", "kept, MiB", "peak, MiB")
+    shown = _cli_analyze.table(*labels, left=("",))
     for row in result.rows:
         if row.failed:
             shown.add_row(row.who, "failed")
@@ -82,8 +79,3 @@ def words(result: Any) -> list[str]:
     if result.missing:
         lines.append(f"not here (not installed, or for GPUs only): {', '.join(result.missing)}")
     return lines
-
-
-def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
-    """Add the command to the application."""
-    app.command()(one_line_errors(bench))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -234,9 +233,8 @@ class Bars:
 
 def summary(result: Any) -> Table:
     """The table that the terminal shows: one row a mixer, in the order given."""
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("mixer", "bits/byte", "paper's layer", "recall", "half-life", "tokens/s", "forms to"):
-        found.add_column(label, justify="left" if label == "mixer" else "right", no_wrap=True)
+    labels = ("mixer", "bits/byte", "paper's layer", "recall", "half-life", "tokens/s", "forms to")
+    found = _cli_analyze.table(*labels, left=labels[:1])
     from dsf.analysis.compare import recall
     from dsf.analysis.report import count, duration
 
@@ -257,8 +255,3 @@ def summary(result: Any) -> Table:
 def with_spread(spread: Any) -> str:
     """A mean and its spread: 2.71 ± 0.02."""
     return f"{spread.mean:.3f} ± {spread.spread:.3f}" if len(spread.each) > 1 else f"{spread.mean:.3f}"
-
-
-def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
-    """Add the command to the application."""
-    app.command()(one_line_errors(compare))

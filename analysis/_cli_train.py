@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,8 +102,3 @@ def _quiet() -> None:
     """Silence libraries that log to the terminal by themselves, whatever transformers' verbosity."""
     for name in ("accelerate", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
-    """Add the command to the application."""
-    app.command()(one_line_errors(train))

@@ -55,7 +55,7 @@ class Subject:
     @property
     def summary(self) -> str:
         """The first line of the recurrence's docstring."""
-        return (self.recurrence.__doc__ or "").strip().partition("\n")[0]
+        return Entry(self.recurrence).summary
 
     @property
     def source(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,23 +128,13 @@ def ssd_step(
 
 
 def gated_delta_rule(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet: query, key [b, l, groups, n], value [b, l, h, d], g (log decay), beta [b, l, h]."""
-    return _delta_rule(layer, gated_deltanet_core, query, key, value, g, beta, options)
-
-
-def kimi_delta_attention(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """KDA: the gated delta rule with a log decay for each key entry, g [b, l, h, n]."""
-    return _delta_rule(layer, kda, query, key, value, g, beta, options)
-
-
-def _delta_rule(
-    layer: Layer, recurrence: Recurrence, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
-    options: dict[str, Any],
+    recurrence: Recurrence, layer: Layer, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    *_: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gated DeltaNet or KDA: query, key [b, l, groups, n], value [b, l, h, d], beta [b, l, h].
+
+    g: the log decay, [b, l, h] or, for KDA, [b, l, h, n].
+    """
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     q, k = query.to(wide), key.to(wide)
     if options.get("use_qk_l2norm_in_kernel"):
@@ -204,12 +195,12 @@ CORES: list[Core] = [
         "mamba2_split_conv1d_scan_combined": not_fused,
     }),
     Core("Gated DeltaNet", gated_deltanet_core, {
-        "torch_chunk_gated_delta_rule": gated_delta_rule,
-        "torch_recurrent_gated_delta_rule": gated_delta_rule,
+        "torch_chunk_gated_delta_rule": partial(gated_delta_rule, gated_deltanet_core),
+        "torch_recurrent_gated_delta_rule": partial(gated_delta_rule, gated_deltanet_core),
     }),
     Core("KDA", kda, {
-        "chunk_kimi_delta_attention": kimi_delta_attention,
-        "recurrent_kimi_delta_attention": kimi_delta_attention,
+        "chunk_kimi_delta_attention": partial(gated_delta_rule, kda),
+        "recurrent_kimi_delta_attention": partial(gated_delta_rule, kda),
     }),
     Core("WKV-4", rwkv4, {"rwkv_linear_attention": wkv}),
 ]  # fmt: skip
