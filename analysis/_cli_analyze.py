@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -105,6 +106,20 @@ def folder(path: Path, option: str) -> Path:
     if not os.access(path, os.W_OK):
         raise InputError(f"{option} {path}: cannot write into this folder")
     return path
+
+
+def device_of(given: str) -> str:
+    """The device of --device; auto: the GPU if there is one.
+
+    Raises InputError for an unknown device, and for CUDA without a GPU.
+    """
+    if given == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if given.partition(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"--device {given!r}: expected cpu or cuda")
+    if given != "cpu" and not torch.cuda.is_available():
+        raise InputError(f"--device {given}: there is no CUDA GPU here; `dsf doctor` says what there is")
+    return given
 
 
 def heads_of(spec: str | None) -> slice | None:

@@ -105,9 +105,8 @@ def zoo(
         "" if console.width >= WIDE else " A wider terminal (or --json) also shows numbers, parameters and forms."
     )
     console.print(
-        f"Numbers and parameters: {records[0].state.of}. "
-        "Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
-        f"Forms: {', '.join(FORMS)}.{left_out}",
+        f"Numbers and parameters: {records[0].state.of}. Eigenvalues: real parts of A_t met on random inputs in their "
+        f"legal ranges. Forms: {', '.join(FORMS)}.{left_out}",
         style="dim",
         highlight=False,
     )

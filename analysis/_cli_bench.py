@@ -8,7 +8,6 @@ import typer
 from rich.table import Table
 
 from dsf.analysis import _cli_analyze
-from dsf.language.errors import InputError
 
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
 
@@ -27,17 +26,13 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Say what a recurrence or its layer costs here: times, memory, the floor, the peers that are installed."""
-    import torch
-
     from dsf.analysis import bench as engine
     from dsf.analysis.subjects import find
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.partition(":")[0] not in ("cpu", "cuda"):
-        raise InputError(f"--device {device!r}: expected cpu or cuda")
     found = find(subject)
-    sizes = engine.Sizes(batch=batch, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype, device=device)
+    sizes = engine.Sizes(
+        batch=batch, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype, device=_cli_analyze.device_of(device)
+    )
     with _cli_analyze.Bar() as bar:
         bar.step(f"time {found.name}", 0, 1)
         result = engine.bench(found, sizes, layer, seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +57,7 @@ def compare(
         str | None,
         typer.Option(metavar="NAME=VALUE,...", help="d_model, layers, n_heads, d_state, headdim, batch, seq"),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="device of the training, cpu or cuda (default cpu)")] = None,
+    device: Annotated[str | None, typer.Option(help="device of the training: cpu (default), cuda or auto")] = None,
     save_weights: Annotated[bool, typer.Option("--save-weights", help="keep every model, in --out/weights")] = False,
     png: Annotated[bool, typer.Option(help="write every picture as PNG too")] = False,
     workers: Annotated[
@@ -86,7 +86,7 @@ def compare(
     usual = LONG if thorough else QUICK
     line = _given(steps=steps, seed=seed, bare=bare, device=device)  # overrides the file
     setup = _setup(size, **{"steps": usual["steps"], **of_setup, **line})
-    _device(setup.device)
+    setup = replace(setup, device=_cli_analyze.device_of(setup.device))
     corpus = load_text(text)
     _cli_analyze.folder(out, "--out")
     from dsf.analysis import compare as engine
@@ -188,17 +188,6 @@ def _rates(given: str) -> tuple[float, ...]:
     if not found or not all(0 < x < 1e6 for x in found) or len(set(found)) < len(found):
         raise InputError(f"--rates {given!r}: expected different positive numbers with commas between, such as {RATES}")
     return found
-
-
-def _device(given: str) -> str:
-    """The same name, checked. Raises InputError for an unknown device, and for CUDA without a GPU."""
-    import torch
-
-    if given.partition(":")[0] not in ("cpu", "cuda"):
-        raise InputError(f"--device {given!r}: expected cpu or cuda")
-    if given != "cpu" and not torch.cuda.is_available():
-        raise InputError(f"--device {given}: there is no CUDA GPU here; `dsf doctor` says what there is")
-    return given
 
 
 class Bars:

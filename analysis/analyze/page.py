@@ -145,9 +145,8 @@ class Report:
                 self.drawn["maps"],
                 f"All layers {'and heads ' * self.of_heads}at once",
                 f"A column a layer, {'a square a head' if self.of_heads else 'the mean of its heads'}, the sentence "
-                "running down and to the right in each. A thin "
-                "diagonal looks at the newest tokens only, a full triangle at everything, a dark left edge at the "
-                "beginning of the text."
+                "running down and to the right in each. A thin diagonal looks at the newest tokens only, a full "
+                "triangle at everything, a dark left edge at the beginning of the text."
                 + (f" Of many, {most[0]} heads and {most[1]} layers are drawn." if cut else ""),
             ),
             text(
@@ -186,9 +185,8 @@ class Report:
                     self.drawn["half_lives"],
                     "How long each layer remembers",
                     "Tokens until half of what was written is gone: the dot is the median over all parts of the state, "
-                    "the bar runs from the 10th to the 90th percentile. The longest memory is in layer "
-                    f"{slow}, whose slowest tenth halves in {duration(life.percentiles.high)} "
-                    "tokens or more.",
+                    f"the bar runs from the 10th to the 90th percentile. The longest memory is in layer {slow}, whose "
+                    f"slowest tenth halves in {duration(life.percentiles.high)} tokens or more.",
                 )
             )
         if any(r.kind == "softmax" for r in self.runs):

@@ -32,21 +32,17 @@ from dsf.call.plan import FORMS
 
 WORDS = {
     "State": "What a mixer remembers of the text so far: a fixed number of numbers for recurrences, all "
-    "earlier keys and "
-    "values for softmax attention.",
+    "earlier keys and values for softmax attention.",
     "Eigenvalue": "What one token's transition A multiplies a piece of the state by: 1 keeps it, 0 clears "
-    "it, 0.5 halves "
-    "it, a negative number flips its sign.",
+    "it, 0.5 halves it, a negative number flips its sign.",
     "Half-life": "After how many tokens half of what was written is left. It follows from the eigenvalues along the "
     "text; “never” means that nothing is forgotten.",
     "Kernel": "A recurrence is also one big triangular matrix Φ: row i says how much each earlier token counts in "
     "output i. For softmax attention it is the attention map.",
     "Form": "One and the same recurrence computed in another order: naive (the definition), token by token "
-    "(recurrent), "
-    "a parallel scan, in chunks, or as the matrix Φ. They must agree to rounding.",
+    "(recurrent), a parallel scan, in chunks, or as the matrix Φ. They must agree to rounding.",
     "Bits per byte": "How many bits the model needs for one more byte of text that it has not seen. Knowing "
-    "nothing is 8; "
-    "lower is better.",
+    "nothing is 8; lower is better.",
 }
 
 
@@ -94,10 +90,9 @@ class Builder:
         setup, data = self.comparison.setup, self.comparison.text
         out = Page(
             "Sequence mixers, side by side",
-            f"{len(self.records)} ways to mix a sequence, each the same dynamical system "
-            "Sₜ = Aₜ Sₜ₋₁ + Bₜ, trained in the same tiny language model on the same text, then opened "
-            "up: what it "
-            "learns, what it remembers, what it looks at, what it costs.",
+            f"{len(self.records)} ways to mix a sequence, each the same dynamical system Sₜ = Aₜ Sₜ₋₁ + Bₜ, trained in "
+            "the same tiny language model on the same text, then opened up: what it learns, what it remembers, what it "
+            "looks at, what it costs.",
         )
         entries = {
             "Mixers": str(len(self.records)),
@@ -160,15 +155,12 @@ class Builder:
         maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.records]
         out.section(
             "What they look at",
-            f"The sentence “{self.comparison.text.sentence}” through the first layer: each row is one output, "
-            f"each column an "
-            "earlier character, and the stronger the colour, the more it counts.",
+            f"The sentence “{self.comparison.text.sentence}” through the first layer: each row is one output, each "
+            "column an earlier character, and the stronger the colour, the more it counts.",
             text(
-                "Look at how far each row reaches to the left: a thin diagonal sees only the newest "
-                "characters, full rows "
-                "see everything, vertical stripes are characters that stay important. Shown is |Φ|, "
-                "averaged over heads "
-                "and channels, each row relative to its largest entry left of the diagonal (skips lie on it)."
+                "Look at how far each row reaches to the left: a thin diagonal sees only the newest characters, full "
+                "rows see everything, vertical stripes are characters that stay important. Shown is |Φ|, averaged over "
+                "heads and channels, each row relative to its largest entry left of the diagonal (skips lie on it)."
             ),
             grid(maps, 340),
         )
@@ -221,22 +213,19 @@ class Builder:
         ]
         out.section(
             "One system, several forms",
-            "Every recurrence is computed in up to five ways. On this text, with the trained weights, they "
-            "have to give "
-            "the same outputs and gradients, and they do at very different speeds.",
+            "Every recurrence is computed in up to five ways. On this text, with the trained weights, they have to "
+            "give the same outputs and gradients, and they do at very different speeds.",
             table(
                 columns,
                 rows,
-                f"Worst relative error against the float64 definition (naive), over heads, blocks of 16 "
-                f"tokens, outputs "
+                "Worst relative error against the float64 definition (naive), over heads, blocks of 16 tokens, outputs "
                 f"and all gradients. The law is {LAW:.0e}; anything above is set in bold.",
             ),
             figure(
                 self.drawn["speeds"],
                 "Tokens per second of each form",
-                "A wide line means that the choice of form matters. One sequence on one CPU thread in "
-                "float32; naive is "
-                "the definition and computes in float64; the kernel matrix is quadratic in length and timed on "
+                "A wide line means that the choice of form matters. One sequence on one CPU thread in float32; naive "
+                "is the definition and computes in float64; the kernel matrix is quadratic in length and timed on "
                 f"{MATRIX_TOKENS} tokens.",
             ),
             details("The same as a table", table(speed_columns, speed_rows)),
