@@ -33,8 +33,8 @@ TERMS = {
     "Horizon": f"After how many tokens {EPS:.0%} of what was written is left: as far back as a mixer can remember.",
     "Effective state size": "How many numbers of the past the future really depends on. A state may hold a thousand "
     "numbers and use three.",
-    "Decay, erase, write": "What a token does to the state: the share that it lets stand, the share that it takes "
-    "away in one direction (delta rules), and how much it puts in.",
+    "Decay, erase, write": "What a token does to the state: the share that it keeps, the share that it erases "
+    "in one direction (delta rules), and how much it writes.",
     "Head": "Mixers work in several copies side by side, each with a state of its own.",
 }
 

@@ -65,9 +65,9 @@ def _measured(data: Analysed) -> list[Column]:
         Column("looks back", f"mean distance in tokens, on the first {data.window} tokens"),
         Column("effective state", "numbers of the past that the future depends on, a channel (entropy)"),
         Column("rank", "effective rank of the state at the end of the text"),
-        Column("decay", "share of the state that a token lets stand, mean"),
-        Column("erase", "share that a token takes away in its own direction, mean"),
-        Column("write", "norm of what a token puts in, mean"),
+        Column("decay", "share of the state that a token keeps, mean"),
+        Column("erase", "share that a token erases in one direction, mean"),
+        Column("write", "norm of what a token writes, mean"),
     ]
 
 
@@ -124,7 +124,7 @@ def costs(data: Analysed) -> Block:
 def converted(data: Analysed) -> Block:
     """The table of converted modules."""
     columns = [Column("module"), Column("kind"), Column("runs as"), Column("parameters", "projections included")]
-    columns.append(Column("where the original is wrong", "and this library is not"))
+    columns.append(Column("notes", "where the original is wrong and the converted layer is right"))
     rows = [
         [
             Cell(x.name),

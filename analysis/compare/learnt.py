@@ -84,8 +84,8 @@ def learning(builder: Builder, out: Page) -> None:
         ),
         figure(
             builder.drawn["curves"],
-            "How they got there",
-            "Training loss, smoothed: a line that drops earlier learns from fewer bytes.",
+            "Training loss",
+            "Smoothed; a line that drops earlier learns from fewer bytes.",
         ),
     ]
     if "recall" in builder.drawn:

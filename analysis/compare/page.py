@@ -139,7 +139,7 @@ class Builder:
                 self.drawn["half_lives"],
                 "Half-life of the state",
                 "The dot is the median over all parts of the state, the bar runs from the 10th to the 90th percentile: "
-                "short dots forget within a word, “never” keeps everything and has to live with the clutter.",
+                "far left, half is forgotten within a word; at “never” everything is kept.",
             ),
             text(
                 "**Eigenvalues of A, token by token.** Mass at 1 (dashed) is memory that is kept as it is; mass near 0 "
@@ -213,8 +213,8 @@ class Builder:
         ]
         out.section(
             "One system, several forms",
-            "Every recurrence is computed in up to five ways. On this text, with the trained weights, they have to "
-            "give the same outputs and gradients, and they do at very different speeds.",
+            "Every recurrence is computed in up to five ways. On this text, with the trained weights, all must "
+            "give the same outputs and gradients; their speeds differ.",
             table(
                 columns,
                 rows,
