@@ -1,6 +1,6 @@
-"""Conversion, recording, spectra, memory, reports and the command line."""
+"""Conversion and recording of models, measures of what they remember, reports, and the command line."""
 
-from dsf.analysis import measures
+from dsf.analysis import convert, measures
 from dsf.analysis.record import record
 
-__all__ = ["measures", "record"]
+__all__ = ["convert", "measures", "record"]

@@ -1,17 +1,19 @@
-"""The work of the command `dsf analyze`."""
+"""What the command `dsf analyze` does, and what all commands share: console, progress bar, JSON, folders."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import importlib
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -21,8 +23,8 @@ from dsf.analysis.analyze import Analysis, Choice, analyze
 from dsf.analysis.analyze.records import Analysed
 from dsf.analysis.models import load_model
 from dsf.analysis.record import RecordingError
-from dsf.analysis.report import duration, write_json
-from dsf.analysis.report.figures import require_matplotlib
+from dsf.analysis.report import duration, finite, write_json
+from dsf.analysis.report.figures import require_matplotlib, write_pngs
 from dsf.analysis.text import read_text
 from dsf.language.errors import InputError
 
@@ -33,8 +35,21 @@ def console() -> Console:
     return Console(file=sys.stdout, width=120 if piped else None)
 
 
+def print_json(data: object) -> None:
+    """Print data as JSON; inf and nan are null."""
+    print(json.dumps(finite(data), indent=1, ensure_ascii=False))
+
+
+def table(*labels: str, left: Sequence[str] = ()) -> Table:
+    """An empty table with these columns; those in `left` are aligned to the left, the others to the right."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for label in labels:
+        made.add_column(label, justify="left" if label in left else "right", no_wrap=True)
+    return made
+
+
 def found(model: str | None, saved: Path | None, text: Path | None, choice: Choice) -> Analysis:
-    """The analysis of a model, or the one that was saved. Raises InputError unless there is one of both."""
+    """Analyse a model, or read a saved analysis back. Raises InputError unless exactly one of the two is given."""
     if (model is None) == (saved is None):
         raise InputError("expected either a model or --from a JSON file of dsf analyze")
     require_matplotlib()
@@ -42,7 +57,7 @@ def found(model: str | None, saved: Path | None, text: Path | None, choice: Choi
 
 
 def run(model: str, text: Path | None, choice: Choice) -> Analysis:
-    """Load, analyze, show how far it is."""
+    """Load a model and analyse it, with a progress bar on stderr."""
     name, data = read_text(text)
     with Bar() as bar, _quiet_transformers():
         bar.step(f"load {model}", 0, 1)
@@ -67,7 +82,7 @@ def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
             lines = [f"wrote {out} and {beside}"]
         if pictures is not None:
             bar.step("draw the pictures", 0, 1)
-            lines.append(f"wrote {len(report.write_pngs(pictures))} pictures to {pictures}")
+            lines.append(f"wrote {len(write_pngs(report.figures, pictures))} pictures to {pictures}")
     return lines
 
 
@@ -98,8 +113,22 @@ def folder(path: Path, option: str) -> Path:
     return path
 
 
+def device_of(given: str) -> str:
+    """The device of --device; auto: the GPU if there is one.
+
+    Raises InputError for an unknown device, and for CUDA without a GPU.
+    """
+    if given == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if given.partition(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"--device {given!r}: expected cpu or cuda")
+    if given != "cpu" and not torch.cuda.is_available():
+        raise InputError(f"--device {given}: there is no CUDA GPU here; `dsf doctor` says what there is")
+    return given
+
+
 def heads_of(spec: str | None) -> slice | None:
-    """The heads of a text such as `2` or `0-3`. Raises InputError."""
+    """The slice of heads that a text such as `2` or `0-3` names; None for None. Raises InputError."""
     if spec is None:
         return None
     between = re.fullmatch(r"(\d+)(?:-(\d+))?", spec.strip())
@@ -109,10 +138,9 @@ def heads_of(spec: str | None) -> slice | None:
 
 
 def summary(analysis: Analysis) -> Table:
-    """One line a layer, for the terminal."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("layer", "structure", "heads", "half-life", "looks back", "effective state"):
-        shown.add_column(label, justify="left" if label in ("layer", "structure") else "right", no_wrap=True)
+    """The table that the terminal shows: one row a layer."""
+    labels = ("layer", "structure", "heads", "half-life", "looks back", "effective state")
+    shown = table(*labels, left=labels[:2])
     for run in analysis.data.runs:
         life, size = run.half_life, run.effective_state_size
         kept = "–" if life is None else duration(life.percentiles.median)
@@ -124,11 +152,11 @@ def summary(analysis: Analysis) -> Table:
 
 
 def verdict(analysis: Analysis) -> list[str]:
-    """What was converted, found of each layer, and left alone, in lines."""
+    """Lines for the terminal: what was converted, a finding for each layer, and what was left alone."""
     data, found = analysis.data, analysis.data.conversion
     lines = [
         f"{data.model.class_}: {len(found.layers)} mixers ran as recurrences on "
-        f"{data.text.tokens} tokens; outputs moved by {found.deviation:.1g} of their range"
+        f"{data.text.tokens} tokens; outputs changed by {found.deviation:.1g} of their range"
     ]
     lines += [run.found for run in data.runs]
     return lines + [f"left alone: {x.name or 'the model'} ({x.type}): {x.why}" for x in found.left_alone]
@@ -153,13 +181,13 @@ class Bar:
         self.progress.stop()
 
     def step(self, name: str, done: int, of: int) -> None:
-        """`done` parts of `of` of a step are finished."""
+        """Show that `done` of `of` parts of a step are finished."""
         self.progress.update(self.task, description=name, completed=done, total=of)
 
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bars and warnings inside."""
+    """Suppress transformers' progress bars and warnings inside the block."""
     try:
         logging: Any = importlib.import_module("transformers.utils.logging")
     except ImportError:

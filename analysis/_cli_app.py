@@ -7,7 +7,6 @@ line on stderr).
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,17 +25,17 @@ import dsf
 from dsf.analysis import _cli_analyze, _cli_bench, _cli_compare, _cli_doctor, _cli_train
 from dsf.analysis import _cli_zoo as zoo_data
 from dsf.analysis.analyze import LAW, Choice
-from dsf.analysis.report import count, finite
+from dsf.analysis.report import count
 from dsf.analysis.subjects import find
 from dsf.call.plan import FORMS
 
 LAW_BROKEN, BAD_INPUT = 1, 2
-WIDE = 110  # columns that the zoo's whole table takes
+WIDE = 110  # characters a terminal needs for all columns of the zoo's table
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 app = typer.Typer(
-    help="Sequence mixers as dynamical systems: list them, see how they are compiled, check them, compare them, "
-    "and open up trained models.",
+    help="Sequence mixers as dynamical systems: list, plan, check, time, compare and train them, "
+    "and analyse trained models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -47,7 +46,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _one_line_errors(command: Command) -> Command:
-    """Errors that dsf raises on purpose become one line on stderr and exit code 2."""
+    """Turn the errors that dsf raises on purpose into one line on stderr and exit code 2."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -58,10 +57,6 @@ def _one_line_errors(command: Command) -> Command:
             raise typer.Exit(BAD_INPUT) from error
 
     return run  # type: ignore[return-value]
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(finite(data), indent=1, ensure_ascii=False))
 
 
 def _version(wanted: bool) -> None:
@@ -87,18 +82,18 @@ def zoo(
     """List the mixers: structure, forms, state, eigenvalues, parameters, source; with a NAME, all about that one."""
     if name is not None:
         found = zoo_data.record(find(name))
-        _print_json(found.to_dict()) if as_json else _print_one(found)
+        _cli_analyze.print_json(found.to_dict()) if as_json else _print_one(found)
         return
     records = zoo_data.rows()
     if as_json:
-        _print_json([r.to_dict() for r in records])
+        _cli_analyze.print_json([r.to_dict() for r in records])
         return
     console = _cli_analyze.console()
     title = f"The zoo: {len(records)} mixers"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows = [_zoo_cells(r) for r in records]
     labels = [label for label in rows[0] if console.width >= WIDE or label not in ("numbers", "parameters", "forms")]
-    widths = {label: _narrowest(label, rows) for label in labels}  # left to itself, rich cuts words in two
+    widths = {label: _narrowest(label, rows) for label in labels}  # rich would otherwise break words
     widths["structure"] = console.width - sum(widths.values()) + widths["structure"] - 2 * len(labels)
     for label in labels:
         side: Literal["left", "right"] = "right" if label in ("numbers", "parameters") else "left"
@@ -110,22 +105,21 @@ def zoo(
         "" if console.width >= WIDE else " A wider terminal (or --json) also shows numbers, parameters and forms."
     )
     console.print(
-        f"Numbers and parameters: {records[0].state.of}. "
-        "Eigenvalues: real parts of A_t met on random inputs in their legal ranges. "
-        f"Forms: {', '.join(FORMS)}.{left_out}",
+        f"Numbers and parameters: {records[0].state.of}. Eigenvalues: real parts of A_t met on random inputs in their "
+        f"legal ranges. Forms: {', '.join(FORMS)}.{left_out}",
         style="dim",
         highlight=False,
     )
 
 
 def _narrowest(label: str, rows: list[dict[str, str]]) -> int:
-    """Columns that the longest word of these cells takes; the longest of all where a cell is one formula."""
+    """The least width of a column: its longest word, or its longest cell where cells are formulas."""
     cells = [label, *(Text.from_markup(row[label]).plain for row in rows)]
     return max(len(word) for cell in cells for word in ([cell] if label == "state" else cell.split()))
 
 
 def _zoo_cells(found: zoo_data.ZooRecord) -> dict[str, str]:
-    """A mixer's line of the table, by heading."""
+    """A mixer's row of the table: cells by heading."""
     lacking = [form for form in FORMS if form not in found.forms]
     return {
         "mixer, source": f"[bold]{found.name}[/]\n[dim]{_short_source(found.source)}[/]",
@@ -188,7 +182,7 @@ def plan(
         B=batch, T=tokens, H=heads, N=keys, P=channels, dtype=DTYPES[dtype], form=form, backend=backend
     )
     if as_json:
-        _print_json({**asdict(chosen), "system": str(recurrence)})
+        _cli_analyze.print_json({**asdict(chosen), "system": str(recurrence)})
         return
     typer.echo(f"{recurrence}\n")
     typer.echo(str(chosen))
@@ -198,15 +192,15 @@ def plan(
 @_one_line_errors
 def check(
     subject: SubjectArgument,
-    examples: Annotated[int, typer.Option(min=1, help="drawn for each law and dtype")] = 6,
+    examples: Annotated[int, typer.Option(min=1, help="random examples for each law and dtype")] = 6,
     tokens: Annotated[int, typer.Option(min=1, help="longest sequence")] = 130,
     seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     backend: Annotated[str, typer.Option(help="torch, triton or auto: both where there is a GPU")] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the errors of every form, not the verdict alone")]
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="print the errors of every form, too")]
     = False,
     fuzz: Annotated[
-        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls in place of laws")
+        float | None, typer.Option("--fuzz", min=1, help="seconds of random calls instead of the laws")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -218,20 +212,20 @@ def check(
         found = run(
             fuzz, seed=seed, device=device, backend=None if backend == "auto" else backend, recurrence=recurrence
         )
-        _print_json(found.to_dict()) if as_json else typer.echo(str(found))
+        _cli_analyze.print_json(found.to_dict()) if as_json else typer.echo(str(found))
         raise typer.Exit(0 if found.ok else LAW_BROKEN)
     with Console(stderr=True).status(f"checking {recurrence.name} …"):
         report = dsf.check(recurrence, examples=examples, tokens=tokens, seed=seed, device=device, backend=backend)
     if as_json:
-        _print_json(report.to_dict())
+        _cli_analyze.print_json(report.to_dict())
     else:
         typer.echo(str(report) if verbose else report.brief())
     if not report.ok:
         raise typer.Exit(LAW_BROKEN)
 
 
-_cli_compare.register(app, _one_line_errors)
-_cli_bench.register(app, _one_line_errors)
+app.command()(_one_line_errors(_cli_compare.compare))
+app.command()(_one_line_errors(_cli_bench.bench))
 
 
 @app.command()
@@ -242,9 +236,9 @@ def analyze(
         typer.Argument(metavar="MODEL_DIR|NAME", help="folder that save_pretrained wrote, or typeseg, smollm2"),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="of the text that are read")] = Choice.tokens,
-    layers: Annotated[str | None, typer.Option(help="of the converted ones: 0,4-7 or names; all by default")] = None,
-    heads: Annotated[str | None, typer.Option(help="of every layer: 2 or 0-3; all by default")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of the text to read")] = Choice.tokens,
+    layers: Annotated[str | None, typer.Option(help="converted layers: 0,4-7 or names; default: all")] = None,
+    heads: Annotated[str | None, typer.Option(help="heads of every layer: 2 or 0-3; default: all")] = None,
     out: Annotated[Path, typer.Option(help="the page; its data is written beside it as .json")] = Path(
         "report/analyze.html"
     ),
@@ -253,7 +247,8 @@ def analyze(
         float | None, typer.Option("--memory", min=0, help="GiB that the recording of one layer may take")
     ] = None,
     saved: Annotated[
-        Path | None, typer.Option("--from", metavar="ANALYZE.JSON", help="draw this again; no model is run")
+        Path | None,
+        typer.Option("--from", metavar="ANALYZE.JSON", help="draw a saved analysis again, without its model"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -264,7 +259,7 @@ def analyze(
     found = _cli_analyze.found(model, saved, text, choice)
     written = _cli_analyze.write(found, out, pictures)
     if as_json:
-        _print_json(found.data.to_dict())
+        _cli_analyze.print_json(found.data.to_dict())
     else:
         console = _cli_analyze.console()
         console.print(_cli_analyze.summary(found))
@@ -277,14 +272,14 @@ def analyze(
 @app.command()
 @_one_line_errors
 def doctor(
-    quick: Annotated[bool, typer.Option(help="without calls, which take seconds (on a GPU, a minute)")] = False,
+    quick: Annotated[bool, typer.Option(help="leave out the calls, which take seconds (on a GPU, a minute)")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what is installed, what will run where, and whether it works; exit code 1 if something is broken."""
     found = _cli_doctor.look(calls=not quick)
-    _print_json(found) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
-    if not found["ok"]:
+    _cli_analyze.print_json(found.to_dict()) if as_json else _cli_doctor.show(_cli_analyze.console(), found)
+    if not found.ok:
         raise typer.Exit(LAW_BROKEN)
 
 
-_cli_train.register(app, _one_line_errors)
+app.command()(_one_line_errors(_cli_train.train))

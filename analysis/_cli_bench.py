@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from dsf.analysis import _cli_analyze
-from dsf.language.errors import InputError
 
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
 
@@ -22,29 +19,25 @@ def bench(
     p: Annotated[int, typer.Option(min=1, help="size of the Value axis")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="tokens a sequence")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="sequences")] = 1,
-    layer: Annotated[bool, typer.Option("--layer", help="also the layers around it, of width heads · p")] = False,
+    layer: Annotated[bool, typer.Option("--layer", help="time the layers around it too, of width heads · p")] = False,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16, float16")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda; the GPU if there is one by default")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.01, help="spent on each timing")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Say what a recurrence or its layer costs here: times, memory, the floor, the peers that are installed."""
-    import torch
-
     from dsf.analysis import bench as engine
     from dsf.analysis.subjects import find
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.partition(":")[0] not in ("cpu", "cuda"):
-        raise InputError(f"--device {device!r}: expected cpu or cuda")
     found = find(subject)
-    sizes = engine.Sizes(batch=batch, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype, device=device)
+    sizes = engine.Sizes(
+        batch=batch, tokens=tokens, heads=heads, n=n, p=p, dtype=dtype, device=_cli_analyze.device_of(device)
+    )
     with _cli_analyze.Bar() as bar:
         bar.step(f"time {found.name}", 0, 1)
         result = engine.bench(found, sizes, layer, seconds)
     if as_json:
-        typer.echo(result.model_dump_json(indent=1).replace('"schema_"', '"schema"', 1))
+        typer.echo(result.model_dump_json(indent=1, by_alias=True))
         return
     console = _cli_analyze.console()
     console.print(table(result))
@@ -53,10 +46,9 @@ def bench(
 
 
 def table(result: Any) -> Table:
-    """A line a side, times in ms, beside the floor."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("", "forward", "x floor", "both", "decode", "first call", "kept, MiB", "peak, MiB"):
-        shown.add_column(label, justify="right" if label else "left", no_wrap=True)
+    """The table of times (ms) and memory: one row an implementation, and one for the lower bound."""
+    labels = ("", "forward", "x floor", "both", "decode", "first call", "kept, MiB", "peak, MiB")
+    shown = _cli_analyze.table(*labels, left=("",))
     for row in result.rows:
         if row.failed:
             shown.add_row(row.who, "failed")
@@ -68,7 +60,7 @@ def table(result: Any) -> Table:
 
 
 def words(result: Any) -> list[str]:
-    """What the numbers are of."""
+    """Lines that say what was measured and how."""
     sizes = result.sizes
     lines = [
         f"ms of one call: {sizes.batch} x {sizes.tokens} tokens, {sizes.heads} heads, N {sizes.n}, P {sizes.p}, "
@@ -82,8 +74,3 @@ def words(result: Any) -> list[str]:
     if result.missing:
         lines.append(f"not here (not installed, or for GPUs only): {', '.join(result.missing)}")
     return lines
-
-
-def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
-    """Add the command to the application."""
-    app.command()(one_line_errors(bench))

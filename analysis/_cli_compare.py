@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dsf.analysis import _cli_analyze
@@ -24,7 +22,7 @@ from dsf.mixers._sizes import WIDEST, heads_to_try
 LAW_BROKEN = 1
 FAILED = "dsf: {} failed: {}"
 RATES = "2e-3,6e-3,1.8e-2"
-QUICK = {"steps": 100, "recall": 240}  # of each run, without names or options, so that it ends within minutes
+QUICK = {"steps": 100, "recall": 240}  # steps of each run by default: a comparison of FEW ends within minutes
 LONG = {"steps": 400, "recall": 600}  # --thorough
 SIZES = ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -32,33 +30,47 @@ _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
 
 def compare(
     subjects: Annotated[list[str] | None, typer.Argument(metavar="[NAME|FILE.py:FUNCTION]...", help=_NAME)] = None,
-    mixers: Annotated[str | None, typer.Option(help="names with commas between; zoo or all: every mixer")] = None,
+    mixers: Annotated[
+        str | None,
+        typer.Option(help="names separated by commas; zoo: all with a layer of their paper; all: every mixer"),
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="a text file instead of Python's documentation")] = None,
     out: Annotated[Path, typer.Option(help="folder for compare.html and compare.json")] = Path("report"),
     thorough: Annotated[bool, typer.Option("--thorough", help="more mixers (18 without names) and steps")] = False,
-    steps: Annotated[int | None, typer.Option(min=1, help="training steps of each run: 100, thorough 400")] = None,
-    recall: Annotated[int | None, typer.Option(min=0, help="steps of the recall task, 0: without it")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer: 3")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of weights and batches of the first run: 0")] = None,
-    rates: Annotated[
-        str | None, typer.Option(help=f"learning rates, the best in a short run is taken: {RATES}")
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="training steps of each run (default 100, --thorough 400)")
     ] = None,
-    papers: Annotated[bool | None, typer.Option(help="the paper's own layer too, as a second column: yes")] = None,
+    recall: Annotated[
+        int | None, typer.Option(min=0, help="steps of the recall task (0: none; default 240, --thorough 600)")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer (default 3)")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="seed of the first run, for weights and batches (default 0)")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(help=f"learning rates; the best in a short run is taken (default {RATES})")
+    ] = None,
+    papers: Annotated[
+        bool | None, typer.Option(help="train the paper's layer too, as a second column (default)")
+    ] = None,
     bare: Annotated[bool | None, typer.Option("--bare", help="layers without short convolutions and gates")] = None,
     size: Annotated[
         str | None,
         typer.Option(metavar="NAME=VALUE,...", help="d_model, layers, n_heads, d_state, headdim, batch, seq"),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda, where models are trained: cpu")] = None,
+    device: Annotated[str | None, typer.Option(help="device of the training: cpu (default), cuda or auto")] = None,
     save_weights: Annotated[bool, typer.Option("--save-weights", help="keep every model, in --out/weights")] = False,
     png: Annotated[bool, typer.Option(help="write every picture as PNG too")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="layers trained side by side (two at most)")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="layers trained at the same time (default: at most two)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
     config: Annotated[
-        Path | None, typer.Option(help="settings as JSON, or a compare.json to repeat; options of the line go first")
+        Path | None, typer.Option(help="settings as JSON, or a compare.json to repeat; options override them")
     ] = None,
     saved: Annotated[
-        Path | None, typer.Option("--from", metavar="COMPARE.JSON", help="draw this again; nothing is trained")
+        Path | None,
+        typer.Option("--from", metavar="COMPARE.JSON", help="draw a saved comparison again, without training"),
     ] = None,
 ) -> None:
     """Train mixers in one tiny language model on real text and write a report: what they learn, keep, look at, cost."""
@@ -73,9 +85,9 @@ def compare(
     given = chosen(mixers, subjects or [], FAMILIES if thorough else FEW)
     find_all(given)
     usual = LONG if thorough else QUICK
-    line = _given(steps=steps, seed=seed, bare=bare, device=device)  # goes before the file
+    line = _given(steps=steps, seed=seed, bare=bare, device=device)  # overrides the file
     setup = _setup(size, **{"steps": usual["steps"], **of_setup, **line})
-    _device(setup.device)
+    setup = replace(setup, device=_cli_analyze.device_of(setup.device))
     corpus = load_text(text)
     _cli_analyze.folder(out, "--out")
     from dsf.analysis import compare as engine
@@ -98,16 +110,16 @@ def compare(
 
 def _show(result: Any, out: Path, png: bool, as_json: bool, files: list[Path]) -> None:
     """Write the page and the pictures, print what was found and which files were written."""
-    from dsf.analysis.compare.page import page, write_pngs
-    from dsf.analysis.report import finite
+    from dsf.analysis.compare.page import Builder
+    from dsf.analysis.report.figures import write_pngs
 
-    page(result).write(out / "compare.html")
-    pictures = write_pngs(result, out / "pictures") if png and result.mixers else []
+    builder = Builder(result)
+    builder.build().write(out / "compare.html")
+    pictures = write_pngs(builder.figures(), out / "pictures") if png and result.mixers else []
     for name, why in result.failed.items():
         typer.echo(FAILED.format(name, why), err=True)
     if as_json:
-        json: Any = importlib.import_module("json")
-        typer.echo(json.dumps(finite(result.to_dict()), indent=1, ensure_ascii=False))
+        _cli_analyze.print_json(result.to_dict())
         return
     if result.mixers:
         _cli_analyze.console().print(summary(result))
@@ -117,7 +129,7 @@ def _show(result: Any, out: Path, png: bool, as_json: bool, files: list[Path]) -
 
 
 def _draw_again(saved: Path, out: Path, png: bool, as_json: bool) -> None:
-    """The page of a compare.json, without training anything."""
+    """Draw the page of a saved compare.json without training."""
     from dsf.analysis.compare.saved import load
 
     result = load(saved)
@@ -126,7 +138,7 @@ def _draw_again(saved: Path, out: Path, png: bool, as_json: bool) -> None:
 
 
 def _of_file(config: Path | None, size: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of the setup and of the protocol that a settings file names; no sizes where --size names some."""
+    """The fields of Setup and Protocol that a settings file names; without the sizes where --size is given."""
     if config is None:
         return {}, {}
     from dsf.analysis.compare.saved import settings
@@ -136,7 +148,9 @@ def _of_file(config: Path | None, size: str | None) -> tuple[dict[str, Any], dic
 
 
 def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) -> list[str]:
-    """What is compared: --mixers and the subjects named; `otherwise` when neither is given."""
+    """The names of the mixers to compare: those of --mixers and of the arguments, or `otherwise` where neither is
+    given. Raises InputError for an empty --mixers.
+    """
     if mixers is None:
         return subjects or list(otherwise)
     groups = {"zoo": with_modules(), "all": [entry.name for entry in ZOO]}
@@ -147,12 +161,12 @@ def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) ->
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that the command line names."""
+    """The options that the command line names: those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _setup(size: str | None, **options: Any) -> Setup:
-    """The setup of these options, its sizes from NAME=VALUE,... Raises InputError."""
+    """The Setup of these options, with sizes from a text NAME=VALUE,... Raises InputError."""
     known = [f.name for f in fields(Setup) if f.name in SIZES]
     sizes: dict[str, int] = {}
     for part in filter(None, (x.strip() for x in (size or "").split(","))):
@@ -169,7 +183,7 @@ def _setup(size: str | None, **options: Any) -> Setup:
 
 
 def _rates(given: str) -> tuple[float, ...]:
-    """Learning rates from text. Raises InputError."""
+    """Learning rates from a text with commas. Raises InputError."""
     try:
         found = tuple(float(x) for x in given.split(",") if x.strip())
     except ValueError:
@@ -177,17 +191,6 @@ def _rates(given: str) -> tuple[float, ...]:
     if not found or not all(0 < x < 1e6 for x in found) or len(set(found)) < len(found):
         raise InputError(f"--rates {given!r}: expected different positive numbers with commas between, such as {RATES}")
     return found
-
-
-def _device(given: str) -> str:
-    """The device. Raises InputError where there is none of that kind."""
-    import torch
-
-    if given.partition(":")[0] not in ("cpu", "cuda"):
-        raise InputError(f"--device {given!r}: expected cpu or cuda")
-    if given != "cpu" and not torch.cuda.is_available():
-        raise InputError(f"--device {given}: there is no CUDA GPU here; `dsf doctor` says what there is")
-    return given
 
 
 class Bars:
@@ -199,17 +202,17 @@ class Bars:
             SpinnerColumn(), TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(), console=Console(stderr=True), transient=True,
         )  # fmt: skip
-        self.tasks: dict[str, Any] = {}
+        self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Bars:
-        return self  # nothing is shown before something is trained: errors stand alone
+        return self  # bars start with the first report, so that earlier errors are shown alone
 
     def __exit__(self, *_: object) -> None:
         if self.tasks:
             self.progress.stop()
 
     def report(self, name: str, step: int, steps: int, bits: float) -> None:
-        """Step `step` of a layer is done."""
+        """Show that step `step` of `steps` of a layer's training is done."""
         if name not in self.tasks:
             self.progress.start()
             self.tasks[name] = self.progress.add_task(name, total=steps)
@@ -221,10 +224,9 @@ class Bars:
 
 
 def summary(result: Any) -> Table:
-    """One line a mixer, in the order given."""
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("mixer", "bits/byte", "paper's layer", "recall", "half-life", "tokens/s", "forms to"):
-        found.add_column(label, justify="left" if label == "mixer" else "right", no_wrap=True)
+    """The table that the terminal shows: one row a mixer, in the order given."""
+    labels = ("mixer", "bits/byte", "paper's layer", "recall", "half-life", "tokens/s", "forms to")
+    found = _cli_analyze.table(*labels, left=labels[:1])
     from dsf.analysis.compare import recall
     from dsf.analysis.report import count, duration
 
@@ -245,8 +247,3 @@ def summary(result: Any) -> Table:
 def with_spread(spread: Any) -> str:
     """A mean and its spread: 2.71 ± 0.02."""
     return f"{spread.mean:.3f} ± {spread.spread:.3f}" if len(spread.each) > 1 else f"{spread.mean:.3f}"
-
-
-def register(app: typer.Typer, one_line_errors: Callable[[Any], Any]) -> None:
-    """Add the command to the application."""
-    app.command()(one_line_errors(compare))

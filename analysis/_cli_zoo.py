@@ -1,4 +1,4 @@
-"""What `dsf zoo` says of a mixer, as data."""
+"""The records of `dsf zoo`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SCALES = (0.3, 3.0, 30.0)
 
 
 class Given(Record):
-    """An input: its kind, and the values it may take."""
+    """An input of a recurrence: its kind, and the range of its values."""
 
     kind: str
     range: str
 
 
 class State(Record):
-    """Numbers of state: as a formula, and for one layer of the sizes that `of` says."""
+    """Size of the state: a formula, and the numbers of one layer whose sizes `of` names."""
 
     formula: str
     numbers: int
@@ -37,7 +37,7 @@ class State(Record):
 
 
 class Eigenvalues(Record):
-    """Smallest and largest real part that was met, and whether any had an imaginary one."""
+    """Smallest and largest real part that was met; complex: whether any eigenvalue had an imaginary part."""
 
     low: Number
     high: Endless
@@ -45,7 +45,7 @@ class Eigenvalues(Record):
 
 
 class Module(Record):
-    """The paper's layer; options: by name, its defaults."""
+    """The paper's layer. parameters: their number; options: its constructor's defaults by name."""
 
     class_: str = Field(validation_alias="class", serialization_alias="class")
     parameters: int
@@ -69,12 +69,12 @@ class ZooRecord(Record):
 
 
 def rows() -> list[ZooRecord]:
-    """One record for each line of the zoo."""
+    """The records of all mixers of the zoo."""
     return [record(find(entry.name)) for entry in ZOO]
 
 
 def record(subject: Subject) -> ZooRecord:
-    """Everything about one recurrence: what it is, its forms, its state, its eigenvalues, its layer."""
+    """The record of one recurrence: structure, forms, inputs, state, eigenvalues, layer."""
     spec = subject.recurrence.spec
     layer = paper_sizes(subject, D_MODEL, HEADS)
     side = D_MODEL // HEADS
@@ -115,9 +115,10 @@ def _default(value: Any) -> JsonValue:
 
 
 def eigenvalue_range(recurrence: Recurrence) -> Eigenvalues:
-    """Smallest and largest real part of A_t's eigenvalues, met on random inputs of three sizes in their legal ranges.
+    """Smallest and largest real part of A_t's eigenvalues on random inputs of three scales within their ranges.
 
-    In the framework paper's gauge (DSF eqs. 15, 22), in which quotients and softmax attention have η_{t-1}/η_t.
+    In the framework paper's gauge (DSF eqs. 15, 22), where quotients and softmax attention have the eigenvalue
+    η_{t-1}/η_t.
     """
     values = torch.cat([_eigenvalues(recurrence, scale) for scale in SCALES])
     real = values.real if values.is_complex() else values
@@ -126,13 +127,13 @@ def eigenvalue_range(recurrence: Recurrence) -> Eigenvalues:
 
 
 def _eigenvalues(recurrence: Recurrence, scale: float) -> torch.Tensor:
-    """All but the first token's, which has no predecessor in the gauge."""
+    """Eigenvalues of all tokens but the first, which has no predecessor in the gauge."""
     inputs = random_inputs(recurrence, tokens=256, heads=4, N=2, P=2, scale=scale)
     return eigenvalues(recurrence.trajectory(**inputs), paper=True)[:, 1:].flatten()
 
 
 def range_text(found: Eigenvalues) -> str:
-    """[0, 1], or 1 where there is but one, with ∞ for what grows without bound."""
+    """An interval such as [0, 1]; a single number where both ends agree; ∞ for an end above 100."""
     low, high = _end(found.low), _end(found.high)
     text = low if low == high else f"[{low}, {high}]"
     return f"{text} complex" if found.complex else text

@@ -16,7 +16,7 @@ Left = Callable[[], str]  # what is left when a write fails, in words
 
 def untouched() -> str:
     """What is left of a file that could not be written again."""
-    return "what was there before is untouched"
+    return "an existing file is unchanged"
 
 
 @contextlib.contextmanager

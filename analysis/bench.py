@@ -1,4 +1,4 @@
-"""`dsf bench`: times and memory of a recurrence or its layer on this machine, its lower bound, and installed peers."""
+"""`dsf bench`: times and memory of a recurrence or its layer on this machine, a lower bound, and installed peers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from dsf.analysis.records import File, Record, schema_field
 from dsf.analysis.subjects import Subject
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers.layer import Layer
 from dsf.mixers.ranges import random_inputs
 
-SCHEMA = "dsf.bench/1"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Sizes(BaseModel):
-    """Sizes of one call: sequences, tokens, heads, entries of the Key and of the Value axis; where and in what type."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Sizes(Record):
+    """Sizes of one call: sequences, tokens, heads, entries of the Key and the Value axis (n, p); dtype and device."""
 
     batch: int = 1
     tokens: int = 2048
@@ -37,14 +34,12 @@ class Sizes(BaseModel):
     device: str = "cpu"
 
 
-class Row(BaseModel):
+class Row(Record):
     """The cost of one implementation. Times in ms, medians of repeated calls; first: the first call, with compilation.
 
     kept: MiB that forward keeps for backward. peak: the most MiB that forward and backward allocate in addition,
     None on a CPU. failed: the reason for missing numbers.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     who: str
     forward: float | None = None
@@ -56,12 +51,12 @@ class Row(BaseModel):
     failed: str = ""
 
 
-class Bench(BaseModel):
-    """One `dsf bench`. floor: the least ms of forward, by its bytes and operations at measured rates."""
+class Bench(File):
+    """The result of one `dsf bench`. copy_rate: GB/s; product_rate: TFLOP/s; floor, floor_decode: the least ms of
+    forward and of a step, from bytes and operations at these rates.
+    """
 
-    model_config = ConfigDict(extra="forbid")
-
-    schema_: str = SCHEMA
+    schema_: Literal["dsf.bench/1"] = schema_field("dsf.bench/1")
     recurrence: str
     sizes: Sizes
     plan: str
@@ -75,10 +70,10 @@ class Bench(BaseModel):
 
 
 def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 1.0) -> Bench:
-    """Time a recurrence on random inputs in their legal ranges, with `layer` its layers, and the installed peers.
+    """Time a recurrence on random inputs within their ranges, beside the installed peers.
 
-    layer: also the `Layer` made of the declaration and the paper's, of width heads · P. seconds: for each timing.
-    Raises InputError for a missing device, an unknown type, and an odd n where keys are taken in pairs.
+    layer: also time the `Layer` made of the declaration and the paper's layer, of width heads · P. seconds: for each
+    timing. Raises InputError for a missing device, an unknown dtype, and an odd n where keys are taken in pairs.
     """
     if sizes.dtype not in DTYPES:
         raise InputError(f"--dtype {sizes.dtype!r} is unknown; dtypes are {', '.join(DTYPES)}")
@@ -112,7 +107,7 @@ def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 
 
 
 def inputs_of(subject: Subject, sizes: Sizes) -> dict[str, Tensor]:
-    """Random inputs of these sizes that require gradients."""
+    """Random inputs of these sizes, by name; they require gradients."""
     one = random_inputs(subject.recurrence, tokens=sizes.tokens, heads=sizes.heads, N=sizes.n, P=sizes.p)
     timed = {i.name for i in subject.recurrence.spec.inputs if i.kind.time}
     found = {}
@@ -123,7 +118,7 @@ def inputs_of(subject: Subject, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def step_of(subject: Subject, sizes: Sizes) -> Callable[[], Any]:
-    """A call for one more token, from the state after `tokens` tokens."""
+    """A function that decodes one token after a sequence of `tokens` tokens."""
     recurrence: Any = subject.recurrence
     inputs = inputs_of(subject, sizes)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
@@ -140,14 +135,14 @@ def step_of(subject: Subject, sizes: Sizes) -> Callable[[], Any]:
 
 
 def layers_of(subject: Subject) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The layer made of the declaration, and the paper's."""
+    """(name, constructor) of the `Layer` made of the declaration, and of the paper's layer if there is one."""
     yield "Layer", partial(Layer, subject.recurrence)
     if subject.has_module:
         yield f"{getattr(subject.make, '__name__', 'Layer')} (paper)", subject.make
 
 
 def layer_row(name: str, make: Callable[..., Any], sizes: Sizes, seconds: float) -> Row:
-    """The row of a layer of width heads · P."""
+    """The Row of a layer of width heads · P."""
     from dsf.analysis.training import accepted
 
     options = {"n_heads": sizes.heads, "d_state": sizes.n, "headdim": sizes.p}
@@ -170,7 +165,7 @@ def layer_row(name: str, make: Callable[..., Any], sizes: Sizes, seconds: float)
 
 
 def peers_of(subject: Subject, sizes: Sizes) -> tuple[list[str], list[str]]:
-    """(Peers that compute this recurrence here, peers that would if they were installed or had a GPU)."""
+    """(peers of this recurrence that run here, peers that need an installation or a GPU)."""
     from dsf.analysis.peers import PEERS
 
     known = [who for who, (_, table) in PEERS.items() if subject.entry is not None and subject.name in table]
@@ -183,7 +178,7 @@ def peers_of(subject: Subject, sizes: Sizes) -> tuple[list[str], list[str]]:
 
 
 def peer_row(who: str, subject: Subject, sizes: Sizes, seconds: float) -> Row:
-    """The row of a peer's operator on the same inputs."""
+    """The Row of a peer's operator on the same inputs."""
     from dsf.analysis.peers import operator
 
     try:
@@ -242,7 +237,7 @@ def side(
 
 
 class Kept:
-    """Counts the memory that a forward pass keeps for its backward pass, each storage once, without `leaves`."""
+    """Counter of the memory that a forward pass keeps for its backward pass: each storage once, without `leaves`."""
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.bytes = 0
@@ -260,12 +255,12 @@ class Kept:
 
 
 def first_of(found: Any) -> Tensor:
-    """The output of a call that may also return its state."""
+    """The output of a call that returns it alone, or with its state."""
     return found[0] if isinstance(found, tuple) else found
 
 
 def rates(sizes: Sizes) -> tuple[float, float]:
-    """GB/s of a large copy (read and written) and TFLOP/s of a large product, of this device and type."""
+    """(GB/s of a large copy, read and written; TFLOP/s of a large product) of this device and dtype."""
     dtype, cpu = DTYPES[sizes.dtype], sizes.device == "cpu"
     x = torch.zeros(2**24 if cpu else 2**28, device=sizes.device)
     y = torch.zeros_like(x)
@@ -277,7 +272,7 @@ def rates(sizes: Sizes) -> tuple[float, float]:
 
 @contextmanager
 def clock(device: str) -> Iterator[Callable[[], float]]:
-    """A clock in ms on the host, which waits for the device's work."""
+    """A clock in ms, which waits for the GPU's work before it is read."""
 
     def now() -> float:
         if device != "cpu":

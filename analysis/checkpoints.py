@@ -1,4 +1,4 @@
-"""The checkpoints of a training run in its folder: which is whole, whether it fits, what is left when a run stops."""
+"""The checkpoints of a training run: which are complete, whether they fit the run, what is kept when a run stops."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 from dsf.analysis.ranks import STATE
 from dsf.language.errors import InputError
 
-RECORD, WHOLE = "train.json", "whole"  # WHOLE: a file that a checkpoint gets last
+RECORD, WHOLE = "train.json", "whole"  # WHOLE: the file written last into a checkpoint
 NEEDED = "scheduler.pt", "trainer_state.json", f"{STATE}/.metadata"
 
 
 def last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path | None:
-    """The last whole checkpoint to go on from, None to begin. Raises InputError where folder and wish do not fit."""
+    """The last complete checkpoint in a run's folder, or None to begin anew.
+
+    identity: of the new run (`Identity`, as plain data). resume: whether the user asks to go on. Raises InputError for
+    a folder that holds something else, another run, or a damaged checkpoint.
+    """
     record = out / RECORD
     try:
         if out.exists() and not out.is_dir():
@@ -35,7 +39,7 @@ def last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path |
         raise InputError(f"{record} cannot be read as the record of a run: {error}") from error
     changed = [f for f, digest in identity.get("sources", {}).items() if before.get("sources", {}).get(f) != digest]
     if changed and before.get("model") == identity.get("model"):
-        raise InputError(f"--resume: {changed[0]} is not what it was when the run in {out} began; give another --out")
+        raise InputError(f"--resume: {changed[0]} has changed since the run in {out} began; give another --out")
     for field, value in identity.items():
         if before.get(field) != value:
             old, new = _difference(before.get(field), value)
@@ -62,7 +66,7 @@ def unreadable(checkpoint: Any, why: str) -> InputError:
 
 
 def kept(out: Path) -> str:
-    """What is left of a run that did not end, in words."""
+    """What is kept of a run that stopped early, in words."""
     last = _last_whole(out)
     if last is not None:
         return f"the checkpoint of step {last.name.rpartition('-')[2]} is kept, --resume goes on from it"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -12,12 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
 import dsf
+from dsf.analysis.records import File, Number, Record, schema_field
 from dsf.call import guard
 from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
@@ -60,19 +62,92 @@ VARIABLES = {
     "CC": "the C compiler that Triton's launchers are built with",
     "HF_HUB_OFFLINE": "1: transformers downloads nothing",
 }
-WORKS, BROKEN, REFUSED = "works", "broken", "cannot run"
+Status = Literal["works", "broken", "cannot run"]
+WORKS: Status = "works"
+BROKEN: Status = "broken"
+REFUSED: Status = "cannot run"
 Step = Callable[[str], None]
 
 
-def examine(calls: bool = True, step: Step = lambda _: None) -> dict[str, Any]:
-    """All results of `dsf doctor`, as plain data.
+class Gpu(Record):
+    """A GPU. memory_gib: in all; free_gib: of it, now."""
+
+    device: str
+    name: str
+    capability: str
+    memory_gib: float
+    free_gib: float
+
+
+class Probed(Record):
+    """Result of one probe. probe: name of its mixer, or "all" where a backend cannot run at all.
+
+    error: the largest relative error of outputs and gradients, float32 against the float64 oracle; allowed: its
+    tolerance. why: the reason of a status other than "works".
+    """
+
+    backend: str
+    device: str
+    probe: str
+    status: Status
+    error: Number | None = None
+    allowed: float | None = None
+    seconds: float | None = None
+    why: str = ""
+
+
+class Cache(Record):
+    """A folder of generated or compiled code."""
+
+    of: str
+    path: str
+    writable: bool
+
+
+class Variable(Record):
+    """An environment variable that is set."""
+
+    value: str
+    meaning: str
+
+
+class Choice(Record):
+    """What the plan of a call says. refused: why the call does not run on triton."""
+
+    form: str
+    backend: str
+    kernel: str
+    refused: str
+
+
+class Structure(Record):
+    """A structure of A, the zoo's mixers that have it, and the plan of a call of 2,048 tokens by device."""
+
+    structure: str
+    mixers: list[str]
+    on: dict[str, Choice]
+
+
+class Examination(File):
+    """All results of `dsf doctor`. ok: False when something that should work is broken. versions: None for a package
+    that is not installed.
+    """
+
+    schema_: Literal["dsf.doctor/1"] = schema_field("dsf.doctor/1")
+    ok: bool
+    versions: dict[str, str | None]
+    gpus: list[Gpu]
+    backends: list[Probed]
+    caches: list[Cache]
+    environment: dict[str, Variable]
+    runs: list[Structure]
+    warnings: list[str]
+
+
+def examine(calls: bool = True, step: Step = lambda _: None) -> Examination:
+    """Examine this installation and this machine.
 
     calls: False omits the tests of backends (`backends` is then empty). step: called with each step's name.
-
-    Keys: versions; gpus; backends, a line for each backend, device and probe with its status "works", "broken" or
-    "cannot run", the worst error of outputs and gradients in float32 against the float64 oracle and its tolerance;
-    caches; environment; runs, the plan for each structure of the zoo on each device; warnings; ok, False when
-    something that should work is broken.
     """
     environment, gpus = _environment(), _gpus()
     places = ["cpu", *(f"cuda:{i}" for i in range(len(gpus)))]
@@ -80,21 +155,20 @@ def examine(calls: bool = True, step: Step = lambda _: None) -> dict[str, Any]:
     step("what runs where")
     runs, caches, triton = _runs(places), _caches(), _import_triton()
     warnings = [*_warnings(gpus, caches, triton), *_refusals(runs)]
-    return {
-        "schema": "dsf.doctor/1",
-        "ok": triton in ("", "not installed") and not any(x["status"] == BROKEN for x in backends),
-        "versions": _versions(),
-        "gpus": gpus,
-        "backends": backends,
-        "caches": caches,
-        "environment": environment,
-        "runs": runs,
-        "warnings": warnings,
-    }
+    return Examination(
+        ok=triton in ("", "not installed") and not any(x.status == BROKEN for x in backends),
+        versions=_versions(),
+        gpus=gpus,
+        backends=backends,
+        caches=caches,
+        environment=environment,
+        runs=runs,
+        warnings=warnings,
+    )
 
 
-def _versions() -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         "dsf": f"{dsf.__version__} ({Path(dsf.__file__).parent})",
@@ -116,54 +190,53 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
     found = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append({
-            "device": f"cuda:{index}",
-            "name": about.name,
-            "capability": f"sm_{about.major}{about.minor}",
-            "memory_gib": round(total / GIB, 1),
-            "free_gib": round(free / GIB, 1),
-        })  # fmt: skip
+        found.append(
+            Gpu(
+                device=f"cuda:{index}",
+                name=about.name,
+                capability=f"sm_{about.major}{about.minor}",
+                memory_gib=round(total / GIB, 1),
+                free_gib=round(free / GIB, 1),
+            )
+        )
     return found
 
 
-def _backends(place: str, step: Step) -> list[dict[str, Any]]:
-    """A line for each probe on each backend of a device; one line for a backend that cannot run there at all."""
-    lines: list[dict[str, Any]] = []
+def _backends(place: str, step: Step) -> list[Probed]:
+    """A record for each probe on each backend of a device; a single one for a backend that cannot run there."""
+    records: list[Probed] = []
     for backend in ("torch", "triton"):
         found = []
         for name in INTERPRETED if backend == "triton" and place == "cpu" else PROBES:
             step(f"{name} on {backend}, {place}")
-            found.append({"backend": backend, "device": place, "probe": name, **_probe(name, backend, place)})
-        whys = {x["why"] for x in found if x["status"] == REFUSED}
-        same = len(whys) == 1 and all(x["status"] == REFUSED for x in found)
-        lines += [found[0] | {"probe": "all"}] if same else found
-    return lines
+            found.append(_probe(name, backend, place))
+        same = all(x.status == REFUSED for x in found) and len({x.why for x in found}) == 1
+        records += [found[0].model_copy(update={"probe": "all"})] if same else found
+    return records
 
 
-def _probe(name: str, backend: str, place: str) -> dict[str, Any]:
-    """The test of a few calls' outputs, final states and gradients, unless the planner raises FormError."""
+def _probe(name: str, backend: str, place: str) -> Probed:
+    """Test the outputs, final states and gradients of a few calls."""
     begin = time.perf_counter()
+    found = partial(Probed, backend=backend, device=place, probe=name)
     try:
         worst, at = _worst(name, backend, place)
     except FormError as error:  # the planner's message
-        return {"status": REFUSED, "why": str(error).partition("but ")[2] or str(error)}
+        return found(status=REFUSED, why=str(error).partition("but ")[2] or str(error))
     except Exception as error:  # of compiler, driver or launcher: any exception means a broken backend
-        return {"status": BROKEN, "why": _words(error), "seconds": round(time.perf_counter() - begin, 2)}
+        return found(status=BROKEN, why=_words(error), seconds=round(time.perf_counter() - begin, 2))
     allowed = TOLERANCE["float32"]
-    return {
-        "status": WORKS if worst <= allowed else BROKEN,
-        "error": worst,
-        "allowed": allowed,
-        "seconds": round(time.perf_counter() - begin, 2),
-        **({} if worst <= allowed else {"why": f"{at} is off by {worst:.1e}, allowed {allowed:g}"}),
-    }
+    found = partial(found, error=worst, allowed=allowed, seconds=round(time.perf_counter() - begin, 2))
+    if worst <= allowed:
+        return found(status=WORKS)
+    return found(status=BROKEN, why=f"{at} is off by {worst:.1e}, allowed {allowed:g}")
 
 
 def _worst(name: str, backend: str, place: str) -> tuple[float, str]:
@@ -186,7 +259,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _runs(places: list[str]) -> list[dict[str, Any]]:
+def _runs(places: list[str]) -> list[Structure]:
     """For each structure of the zoo, its mixers and what a call of 2,048 tokens runs on each device."""
     structures: dict[str, list[str]] = {}
     for entry in ZOO:
@@ -198,33 +271,32 @@ def _runs(places: list[str]) -> list[dict[str, Any]]:
             try:
                 plan = get(names[0]).recurrence.plan(T=2048, H=16, device=place)
             except Exception as error:
-                chosen[place] = {"form": "nothing", "backend": "none", "kernel": "none", "refused": _words(error)}
+                chosen[place] = Choice(form="nothing", backend="none", kernel="none", refused=_words(error))
                 continue
-            chosen[place] = {
-                "form": plan.form, "backend": plan.backend, "kernel": plan.kernel,
-                "refused": plan.reason.partition("not on triton: ")[2],
-            }  # fmt: skip
-        rows.append({"structure": structure, "mixers": names, "on": chosen})
+            refused = plan.reason.partition("not on triton: ")[2]
+            chosen[place] = Choice(form=plan.form, backend=plan.backend, kernel=plan.kernel, refused=refused)
+        rows.append(Structure(structure=structure, mixers=names, on=chosen))
     return rows
 
 
-def _refusals(runs: list[dict[str, Any]]) -> list[str]:
+def _refusals(runs: list[Structure]) -> list[str]:
     """Devices on which no structure at all reaches the kernels, and why."""
     found = []
-    for place in runs[0]["on"]:
-        reasons = {row["on"][place]["refused"] for row in runs if row["on"][place]["backend"] != "triton"}
-        if place != "cpu" and not any(row["on"][place]["backend"] == "triton" for row in runs):
-            found.append(f"{place}: nothing runs on triton ({'; '.join(sorted(reasons))}); the torch forms run there")
+    for place in runs[0].on:
+        chosen = [row.on[place] for row in runs]
+        if place != "cpu" and not any(choice.backend == "triton" for choice in chosen):
+            reasons = "; ".join(sorted({choice.refused for choice in chosen}))
+            found.append(f"{place}: nothing runs on triton ({reasons}); the torch forms run there")
     return found
 
 
-def _caches() -> list[dict[str, Any]]:
+def _caches() -> list[Cache]:
     found = {"generated source": _source_folder(), "Triton": _triton_cache()}
     with contextlib.suppress(Exception):  # torch's internals, which change between releases
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         found["torch.compile"] = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
-    return [{"of": name, "path": str(path), "writable": is_writable(path)} for name, path in found.items()]
+    return [Cache(of=name, path=str(path), writable=is_writable(path)) for name, path in found.items()]
 
 
 def _source_folder() -> Path:
@@ -249,11 +321,11 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def _environment() -> dict[str, dict[str, str]]:
+def _environment() -> dict[str, Variable]:
     """The relevant environment variables that are set, including all of dsf's."""
     names = [n for n in VARIABLES if n in os.environ]
     names += sorted(n for n in os.environ if n.startswith("DSF_") and n not in VARIABLES)
-    return {n: {"value": os.environ[n], "meaning": VARIABLES.get(n, "nothing that dsf knows")} for n in names}
+    return {n: Variable(value=os.environ[n], meaning=VARIABLES.get(n, "nothing that dsf knows")) for n in names}
 
 
 def _import_triton() -> str:
@@ -267,10 +339,9 @@ def _import_triton() -> str:
     return ""
 
 
-def _warnings(gpus: list[dict[str, Any]], caches: list[dict[str, Any]], triton: str) -> list[str]:
+def _warnings(gpus: list[Gpu], caches: list[Cache], triton: str) -> list[str]:
     """Warnings: settings that could work better, and untested versions."""
     on = {name for name in VARIABLES if guard.asked_for(os.environ.get(name))}
-    cached = [c for c in caches if not c["writable"]]
     said: list[tuple[object, str]] = [
         (triton and triton != "not installed", f"triton does not import: {triton}"),
         (triton == "not installed" and gpus, "there is a GPU but no triton: pip install triton; the torch forms run"),
@@ -286,7 +357,7 @@ def _warnings(gpus: list[dict[str, Any]], caches: list[dict[str, Any]], triton: 
          "torch.backends.cuda.matmul.allow_tf32: torch's float32 products have 10 bits; kernels' are not affected"),
         (_version("hypothesis") is None, "without hypothesis there is no dsf.check: pip install 'dsf-zoo[test]'"),
     ]  # fmt: skip
-    said += [(True, f"the cache of {c['of']}, {c['path']}, cannot be written") for c in cached]
+    said += [(not c.writable, f"the cache of {c.of}, {c.path}, cannot be written") for c in caches]
     said += [(True, text) for text in _untried()]
     return [text for condition, text in said if condition]
 

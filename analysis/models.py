@@ -1,4 +1,4 @@
-"""A trained model by name, or from a local folder as transformers saves it, with its tokenizer."""
+"""Trained models by name, or from a local folder that transformers saved, with their tokenizers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ GIB = 1 << 30
 
 
 def load_model(given: str) -> Pretrained:
-    """The model that a name of PRETRAINED or a folder stands for, in float32 and eval mode; nothing is downloaded.
+    """The model of a name of PRETRAINED or of a local folder, in float32 and eval mode; nothing is downloaded.
 
-    A folder needs what save_pretrained writes: config.json, weights and a tokenizer. The class is the one it was saved
-    from, causal language model or encoder. A name wins over a folder of the same name: write ./name for that.
-    Raises InputError for neither, a folder without config, a broken one, weights larger than the free memory, an
-    encoder-decoder; DsfError without transformers; NotInstalledError for a name whose package is missing.
+    A folder holds what save_pretrained writes: config.json, weights and a tokenizer. The class is that of the saved
+    model, a causal language model or an encoder. A name takes precedence over a folder of the same name: write ./name
+    for the folder. Raises InputError for a given text that is neither, a folder without a config, a damaged folder,
+    weights larger than the free memory, and an encoder-decoder; DsfError without transformers; NotInstalledError for a
+    name whose package is missing.
     """
     if given in PRETRAINED:
         return PRETRAINED[given]()
@@ -48,7 +49,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def save_line(given: str) -> str:
-    """The command that saves a model of the hub, with its tokenizer, to a folder, and analyzes that."""
+    """The commands that save a model of the hub with its tokenizer to a folder and analyse it."""
     folder = given.rpartition("/")[2]
     return (
         'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
@@ -58,12 +59,12 @@ def save_line(given: str) -> str:
 
 
 def longest_context(model: nn.Module) -> int | None:
-    """Tokens that the model has positions for, or None where nothing limits them."""
+    """The number of positions that the model has, or None where nothing limits it."""
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def free_memory() -> float:
-    """Bytes of memory that this machine can still give, infinite where it does not say."""
+    """Bytes of free memory of this machine; infinity where the system does not report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as info:
             return next(1024.0 * int(line.split()[1]) for line in info if line.startswith("MemAvailable"))
@@ -123,7 +124,9 @@ def _from_folder(folder: Path) -> Pretrained:
 
 
 def _ours(folder: Path) -> str | None:
-    """What a folder holds of ours: "model" (transformers is then told about its classes), "swapped", or None."""
+    """The kind of dsf model in a folder: "model" (its classes are then registered with transformers), "swapped", or
+    None.
+    """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -152,7 +155,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
-    """The class that the folder was saved from; without a known one, the causal model of its type, else its base."""
+    """The class that was saved; if it is unknown, the causal model of its type, else the base model."""
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or []]
     if named and named[0] is not None:
         return named[0]
@@ -161,7 +164,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def _check_size(folder: Path, config: Any) -> None:
-    """Refuse weights that do not fit in float32."""
+    """Raise InputError for weights that do not fit in the free memory as float32."""
     stored = sum(f.stat().st_size for kind in ("*.safetensors", "*.bin") for f in folder.glob(kind))
     dtype = getattr(config, "dtype", None)
     need, free = stored * 4 / (dtype.itemsize if isinstance(dtype, torch.dtype) else 4), free_memory()
@@ -170,7 +173,7 @@ def _check_size(folder: Path, config: Any) -> None:
 
 
 def _attempt(folder: Path, what: str, load: Any) -> Any:
-    """load(), whose failure in transformers becomes one InputError: it raises nearly every kind there is."""
+    """The result of load(). Raises InputError for whatever exception transformers raises in it."""
     try:
         return load()
     except Exception as error:

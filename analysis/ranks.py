@@ -1,4 +1,6 @@
-"""Torchrun's processes as `dsf train` shares a run among them: dp share the batch, cp every sequence, tp the heads."""
+"""The processes that torchrun starts for `dsf train`: dp groups share the batch, cp ranks each sequence, tp ranks
+the heads.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ if TYPE_CHECKING:
     from dsf.analysis.train import Run
     from dsf.parallel import Sequence
 
-STATE = "state"  # folder of a checkpoint with what all processes have of model and optimizer
+STATE = "state"  # a checkpoint's folder with model and optimizer of all processes
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many processes there are, which this is, and what they share. dp · cp · tp processes in all."""
+    """This process's rank, and the sizes of the three groups; dp · cp · tp processes in all."""
 
     rank: int
     dp: int
@@ -32,7 +34,7 @@ class Ranks:
 
     @classmethod
     def of(cls, run: Run) -> Ranks:
-        """Those of a run. Raises InputError for numbers that do not fit torchrun's processes."""
+        """The Ranks of a run. Raises InputError for sizes that do not fit the number of processes."""
         world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         if world % (run.cp * run.tp):
             raise InputError(
@@ -46,22 +48,22 @@ class Ranks:
         if run.seq < run.cp:
             raise InputError(f"--seq {run.seq}: {run.cp} processes have too few tokens to share")
         if world > 1 and run.compile:
-            raise InputError("--compile: of one process only, and torchrun started several")
+            raise InputError("--compile works in one process only, and torchrun started several")
         return cls(rank, dp, run.cp, run.tp)
 
     @property
     def world(self) -> int:
-        """Processes in all."""
+        """The number of processes."""
         return self.dp * self.cp * self.tp
 
     @property
     def place(self) -> int:
-        """Which of the dp parts of a batch is this process's."""
+        """The number of this process's part of a batch, of dp parts."""
         return self.rank // (self.cp * self.tp)
 
     @contextmanager
     def joined(self, device: str) -> Iterator[None]:
-        """The processes know each other inside: NCCL between GPUs, gloo between CPUs."""
+        """Process groups inside the block: NCCL between GPUs, gloo between CPUs."""
         if self.world == 1 or dist.is_initialized():
             yield
             return
@@ -74,12 +76,14 @@ class Ranks:
             dist.destroy_process_group()
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process has called this."""
         if self.world > 1:
             dist.barrier()
 
     def spread(self, model: nn.Module, seq: int) -> tuple[nn.Module, Sequence]:
-        """A model over the ranks by tensor and context parallelism and FSDP2, and who shares its sequences."""
+        """(the model spread over the ranks by tensor and context parallelism and FSDP2, the Sequence of the ranks
+        that share tokens).
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import parallelize_module
 

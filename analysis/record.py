@@ -1,4 +1,4 @@
-"""Recording what converted layers do: one Trajectory for each run, structured, in bounded memory."""
+"""Recording of converted layers: a structured Trajectory for each run, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ GIB = 1 << 30
 
 
 class RecordingError(DsfError):
-    """A recording that would not fit, or a request for something that was not recorded."""
+    """The error for a recording that would exceed its limit, and for a request of something not recorded."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One run of one layer.
 
-    call: number of the layer's call; part: which run in that call (Zamba has several); backward: tokens last first.
+    call: number of the layer's call. part: number of the run within the call (Zamba has several). backward: the tokens
+    are in reversed order.
     """
 
     layer: Layer
@@ -37,9 +38,10 @@ class Entry:
 
 @dataclass
 class Recording:
-    """The trajectories of a forward, in the order in which the layers ran.
+    """The trajectories of a forward pass, in the order in which the layers ran.
 
-    bytes: numbers held, in memory. `trajectory(layer)` finds one; iterate for all.
+    bytes: size of the recording in memory; limit: its maximum. `trajectory(layer)` finds one; iteration yields all
+    entries.
     """
 
     limit: int
@@ -58,7 +60,7 @@ class Recording:
         return tuple(dict.fromkeys(e.layer.name for e in self.entries))
 
     def trajectory(self, layer: str, call: int = 0, part: int = 0) -> Trajectory:
-        """The trajectory of a layer's call. Raises RecordingError if there is none, naming what there is."""
+        """The trajectory of a layer's call. Raises RecordingError if there is none, naming the recorded ones."""
         for entry in self.entries:
             if (entry.layer.name, entry.call, entry.part) == (layer, call, part):
                 return entry.trajectory
@@ -77,17 +79,19 @@ def record(
     dtype: torch.dtype | None = None,
     visit: Callable[[Entry], None] | None = None,
 ) -> Iterator[Recording]:
-    """Record the trajectories of a converted model's layers.
+    """Record the trajectories of a converted model's layers inside the block.
 
         with dsf.analysis.record(converted) as rec:
             converted.model(ids)
         dsf.analysis.measures.half_life(rec.trajectory("model.layers.0.linear_attn"))
 
-    layers: names, or a predicate on a Layer (default all). heads, batch: slices. tokens: at most so many of each call,
-    from its first. dtype: store in this floating type (float64 to measure precisely). limit: bytes; a recording that
-    would pass it is refused with RecordingError, which names the size, before the memory is taken.
-    visit: is given every entry as it is recorded, and nothing is kept: memory for one run, however deep the model.
-    Trajectories stay structured (A is never made dense) and carry no gradients.
+    layers: names, or a predicate on a Layer (default: all). heads, batch: slices. tokens: at most so many of each call,
+    from its first. dtype: convert to this floating type before the trajectory is computed (float64 for precise
+    measures). limit: bytes. visit: called with every entry instead of keeping it, so that memory for a single run
+    suffices. Trajectories stay structured (A is never made dense) and carry no gradients.
+
+    Raises RecordingError for unknown layers, and for a recording that would exceed the limit, before its memory is
+    allocated.
     """
     known = {layer.name: layer for layer in converted.layers}
     if layers is None:
@@ -125,12 +129,12 @@ def record(
 
 
 def size_of(trajectory: Trajectory) -> int:
-    """Bytes that a trajectory holds; tensors that share memory count once."""
+    """Bytes of a trajectory; tensors that share memory count once."""
     return sum(x.nbytes for x in {x.data_ptr(): _stored(x) for x in _tensors(trajectory)}.values())
 
 
 def _bounded(run: Run, batch: slice | None, tokens: int | None) -> Run:
-    """The run on fewer sequences and tokens, as views."""
+    """The run cut to these sequences and tokens, as views."""
     rows, first = batch or slice(None), slice(0, tokens)
     if run.attention is not None:
         t = run.attention
@@ -144,7 +148,9 @@ def _bounded(run: Run, batch: slice | None, tokens: int | None) -> Run:
 
 
 def _check_size(recording: Recording, layer: Layer, run: Run, heads: slice | None) -> None:
-    """Refuse before anything is computed: the trajectory of shapes without numbers has the size of the real one."""
+    """Raise RecordingError before anything is computed: a trajectory on the meta device has the size of the real
+    one.
+    """
     shapes = _mapped(run, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
     need = sum(_stored(x).nbytes for x in _tensors(shapes.trajectory().select(heads=heads)))
     if recording.bytes + need > recording.limit:
@@ -166,7 +172,7 @@ def _cast(run: Run, dtype: torch.dtype) -> Run:
 
 
 def _owned(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with memory of its own where it was cut out of something larger or shared with the model."""
+    """The trajectory with its own memory, not views of larger tensors or of the model's."""
     seen: dict[tuple[Any, ...], Tensor] = {}  # the system and its unit-driven twin share most tensors
 
     def own(x: Tensor) -> Tensor:
@@ -185,7 +191,7 @@ def _compact(x: Tensor) -> Tensor:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """value with function applied to every tensor in it (dataclasses and tuples are walked)."""
+    """value with function applied to every tensor in its dataclasses, tuples and dicts."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -205,7 +211,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _stored(x: Tensor) -> Tensor:
-    """x with its broadcast axes narrowed to what is stored."""
+    """x with broadcast axes narrowed to length one."""
     for axis in range(x.dim()):
         if x.stride(axis) == 0 and x.shape[axis] > 1:
             x = x.narrow(axis, 0, 1)

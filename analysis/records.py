@@ -1,4 +1,4 @@
-"""What crosses a border: records with a schema, written as JSON and read back checked. Shared by all reports."""
+"""Records with a schema for data that leaves the program: written as JSON, and validated when read back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsf.analysis.measures import percentiles
 from dsf.language.errors import InputError
 
 NUMBER_OR_NULL = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]})
-# JSON has no inf and no nan, so both are written as null. Read back, what may be endless is so; others are unknown.
+# JSON has neither inf nor nan; both are written as null. null is read as inf for an Endless, as nan for a Number.
 Number = Annotated[float, BeforeValidator(lambda x: math.nan if x is None else x), NUMBER_OR_NULL]
 Endless = Annotated[float, BeforeValidator(lambda x: math.inf if x is None else x), NUMBER_OR_NULL]
 Found = TypeVar("Found", bound="File")
@@ -22,36 +22,36 @@ Three = TypeVar("Three", bound="Percentiles")
 
 
 class Record(BaseModel):
-    """Base of the records: unknown fields are errors. What a mixer does not have is None, and not written."""
+    """Base of the records. Unknown fields are errors; fields that were not set are not written."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the fields that were set, by their names in JSON."""
+        """Plain data: the fields that were set, under their JSON names."""
         return self.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
 def schema_field(name: str) -> Any:
-    """The field of a File's schema, `schema` in JSON."""
+    """The field that names a File's schema, `schema` in JSON."""
     return Field(default=name, validation_alias="schema", serialization_alias="schema")
 
 
 class File(Record):
-    """A record that is a whole JSON file and names its schema. The JSON schema: `model_json_schema()`."""
+    """A record that is a whole JSON file and names its schema. `model_json_schema()` is the JSON schema."""
 
     schema_: str = schema_field("")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the schema's name first."""
+        """Plain data, beginning with the schema's name."""
         return {"schema": self.schema_, **super().to_dict()}
 
     @classmethod
     def load(cls: type[Found], path: Path) -> Found:
-        """The record in a file. Raises InputError for a file that is none, or of another schema."""
+        """The record in a file. Raises InputError for an unreadable file, another schema, and invalid fields."""
         data, known = read(path), cls.model_fields["schema_"].default
         if (schema := data.get("schema")) != known:
             said = f"of the schema {schema!r}" if schema else f"no file of {known}: it names no schema"
-            raise InputError(f"{path} is {said}; this release of dsf draws {known}, so make the file again")
+            raise InputError(f"{path} is {said}; this release of dsf reads {known}; make the file again")
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -59,7 +59,7 @@ class File(Record):
 
 
 class Machine(Record):
-    """What numbers were computed on."""
+    """The machine and the software that computed the numbers."""
 
     cpu: str
     cores: str
@@ -70,7 +70,7 @@ class Machine(Record):
 
 
 class Percentiles(Record):
-    """The 10th, 50th and 90th percentile."""
+    """The 10th, 50th and 90th percentiles."""
 
     low: Number = Field(validation_alias="10", serialization_alias="10")
     median: Number = Field(validation_alias="50", serialization_alias="50")
@@ -78,13 +78,13 @@ class Percentiles(Record):
 
     @classmethod
     def of(cls: type[Three], x: Tensor) -> Three:
-        """Those of all numbers of x."""
+        """The percentiles of all numbers of x."""
         low, median, high = percentiles(x).tolist()
         return cls(low=low, median=median, high=high)
 
 
 class Lifetimes(Percentiles):
-    """The same of tokens until something is forgotten, which may be never."""
+    """Percentiles of numbers of tokens until something is forgotten; infinite where it never is."""
 
     low: Endless = Field(validation_alias="10", serialization_alias="10")
     median: Endless = Field(validation_alias="50", serialization_alias="50")
@@ -92,7 +92,7 @@ class Lifetimes(Percentiles):
 
 
 class HalfLives(Record):
-    """Half-lives in tokens. share_never: of those that live on for ever."""
+    """Half-lives in tokens. share_never: the share of infinite ones."""
 
     percentiles: Lifetimes
     share_never: Number
@@ -104,7 +104,7 @@ class HalfLives(Record):
 
 
 class Histogram(Record):
-    """Shares of bins of equal width from low to high; what lies outside is counted in the end bins."""
+    """Shares of values in bins of equal width from low to high; values outside are counted in the end bins."""
 
     low: float
     high: float
@@ -112,14 +112,16 @@ class Histogram(Record):
 
 
 class Plane(Record):
-    """Shares of squares of the complex plane: a row from the real part -side to side, rows from -i side to i side."""
+    """Shares of values in squares of the complex plane. Each row runs from real part -side to side; the rows run
+    from imaginary part -side to side.
+    """
 
     side: float
     shares: list[list[Number]]
 
 
 class Eigenvalues(Record):
-    """Eigenvalues of A_t, their real parts; plane: of complex ones alone."""
+    """Statistics of the real parts of A_t's eigenvalues. plane: of the complex eigenvalues, where there are any."""
 
     min: Number
     max: Number
@@ -132,7 +134,7 @@ class Eigenvalues(Record):
 
 
 class Errors(Record):
-    """How far a form is from naive, relatively, in float64."""
+    """Relative errors of a form against naive, in float64."""
 
     output: Number
     gradient: Number
@@ -157,8 +159,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def first_error(error: ValidationError) -> str:
-    """What is wrong, and where, in one line."""
+    """The first error of a validation, with its field, in one line."""
     found = error.errors()[0]
-    if found["type"] == "value_error":  # of the classes' own
+    if found["type"] == "value_error" and "ctx" in found:  # raised by a validator of these classes
         return str(found["ctx"]["error"])
     return f"{'.'.join(map(str, found['loc']))}: {found['msg'].lower()}"

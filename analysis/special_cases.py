@@ -1,4 +1,4 @@
-"""Which mixer of the zoo is a special case of which: the inputs that make the general one the special one."""
+"""Special cases in the zoo: the inputs for which a general mixer computes the same as another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from dsf.mixers.layer import random_inputs
 
 Inputs = Mapping[str, Tensor]
 
-OPEN = torch.inf  # pre-activation of a gate that lets everything pass
-UNIT_STEP = math.log(math.e - 1)  # softplus of it is 1
+OPEN = torch.inf  # sigmoid(OPEN) = 1
+UNIT_STEP = math.log(math.e - 1)  # softplus(UNIT_STEP) = 1
 
 
 @dataclass(frozen=True)
 class Case:
-    """`general` with translated inputs is `special`. where: what is set, in the letters of general."""
+    """The claim that `general` with translated inputs is `special`. where: the values to set, in the letters of
+    general.
+    """
 
     general: str
     special: str
@@ -30,7 +32,7 @@ class Case:
     translate: Callable[[Inputs], Inputs]
 
     def error(self, tokens: int = 32) -> float:
-        """special_case on random inputs in their legal ranges, float64: about 1e-15 where the claim holds."""
+        """`special_case` on random inputs within their ranges, in float64: about 1e-15 where the claim holds."""
         general, special = (get(name).recurrence for name in (self.general, self.special))
         inputs = random_inputs(special, tokens=tokens, heads=2, N=4, P=4)
         return special_case(general, special, inputs, self.translate)
@@ -41,7 +43,7 @@ def _all_ones(x: Tensor) -> Tensor:
 
 
 def _ssd(x: Inputs, slope: Tensor) -> Inputs:
-    """SSD's inputs from q, k, v: time steps of 1, so that the decay is exp(-slope)."""
+    """The inputs of SSD from q, k, v: time steps of 1, which makes the decay exp(-slope)."""
     step = torch.full_like(x["v"][..., 0], UNIT_STEP)
     none = torch.zeros_like(slope)
     names = {"x": x["v"], "b": x["k"], "c": x["q"], "dt": step}
@@ -49,7 +51,7 @@ def _ssd(x: Inputs, slope: Tensor) -> Inputs:
 
 
 def _s6(x: Inputs) -> Inputs:
-    """S6's inputs from SSD's: one time step and one decay for all channels of a head."""
+    """The inputs of S6 from SSD's: a single time step and decay for all channels of a head."""
     channels = x["x"].shape[-1]
     n = x["b"].shape[-1]
     dt = (x["dt"] + x["dt_bias"]).unsqueeze(-1).expand_as(x["x"])
@@ -58,13 +60,13 @@ def _s6(x: Inputs) -> Inputs:
 
 
 def _two_steps(x: Inputs) -> Inputs:
-    """DeltaProduct's inputs from DeltaNet's: the second micro-step has β = 0."""
+    """The inputs of DeltaProduct from DeltaNet's: the second micro-step has β = 0."""
     steps = {name: torch.stack([x[name], x[name]], dim=2) for name in ("k", "v")}
     return {**x, **steps, "beta": torch.stack([x["beta"], torch.zeros_like(x["beta"])], dim=2)}
 
 
 def _rwkv7(x: Inputs) -> Inputs:
-    """RWKV-7's inputs from DeltaNet's: no decay, no bonus, the erased direction is the written one, β up to 2."""
+    """The inputs of RWKV-7 from DeltaNet's: no decay, no bonus, erasure in the direction written, β up to 2."""
     beta = x["beta"].unsqueeze(-1)
     keep, rate = torch.full_like(x["k"], -OPEN), (beta / 2).logit().expand_as(x["k"])
     heads, n = x["k"].shape[-2:]

@@ -1,4 +1,4 @@
-"""What the command line is about: a mixer of the zoo by NAME, or a recurrence of one's own by file.py:function."""
+"""The subjects of commands: a mixer of the zoo by NAME, or a user's recurrence by file.py:function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
 
-# What `dsf compare` takes without names, so that it ends within minutes; --thorough: one or two of each family.
+# The mixers of `dsf compare` without names, which takes minutes; of --thorough: one or two of each family.
 FEW = ("softmax_attention", "ssd", "gla", "deltanet", "gated_deltanet")
 FAMILIES = (
     "softmax_attention", "linear_attention", "normalized_attention_exp", "s6", "ssd", "longhorn", "qlstm", "rg_lru",
@@ -28,7 +28,7 @@ FAMILIES = (
 class Subject:
     """A recurrence and the layer around it.
 
-    given: how the user wrote it (what `find` takes). entry: its line in the zoo, None for a user's own.
+    given: the user's text, as `find` takes it. entry: its entry in the zoo, None for a user's recurrence.
     """
 
     given: str
@@ -42,20 +42,20 @@ class Subject:
 
     @property
     def has_module(self) -> bool:
-        """True when the layer is the paper's, not a `Layer` made of the declaration."""
+        """True for the paper's layer, False for a `Layer` made of the declaration."""
         return self.entry is not None and self.entry.module is not None
 
     @property
     def make(self) -> Callable[..., Mixer]:
-        """The layer's constructor."""
+        """The constructor of the layer."""
         if self.entry is not None and self.entry.module is not None:
             return self.entry.module
         return partial(Layer, self.recurrence)
 
     @property
     def summary(self) -> str:
-        """First line of the docstring."""
-        return (self.recurrence.__doc__ or "").strip().partition("\n")[0]
+        """The first line of the recurrence's docstring."""
+        return Entry(self.recurrence).summary
 
     @property
     def source(self) -> str:
@@ -63,7 +63,7 @@ class Subject:
         return self.entry.source if self.entry is not None else self.given
 
     def state_formula(self) -> str:
-        """Numbers that one sequence keeps, as a formula in H heads, N, P (and T tokens for a KV cache)."""
+        """The size of one sequence's state as a formula in H heads, N, P (and T tokens for a KV cache)."""
         spec = self.recurrence.spec
         if spec.is_attention:
             tokens = "T" if spec.system.window is None else f"min(T, {spec.system.window})"
@@ -81,20 +81,20 @@ class Subject:
             return f"H·{wide}"
         if spec.system.solve is not None:
             return "H·N·(P+N)"
-        # Taylor features have more rows than N; their number says it best.
+        # Taylor features have more rows than N: the number of rows, without a formula.
         return f"H·N·{wide}" if self.recurrence.state_shape(N=7, P=1)[0] == 7 else f"H·{rows}·{wide}"
 
     def state_numbers(self, context: int, *, heads: int, N: int, P: int) -> int:
-        """The formula in numbers (without a convolution's)."""
+        """The value of the formula after `context` tokens, without a convolution's numbers."""
         return state_size(
             self.recurrence, context, heads=heads, N=N if self.recurrence.spec.has_key else 1, P=P
         ).recurrent
 
 
 def find(given: str) -> Subject:
-    """The subject that NAME or file.py:function stands for.
+    """The Subject of NAME or file.py:function.
 
-    Raises InputError, one line that says what was looked for and what there is.
+    Raises InputError, in one line, for an unknown name, a missing file, and a function that is no recurrence.
     """
     if is_file(given):
         return Subject(given, recurrence_in(given))
@@ -106,7 +106,7 @@ def find(given: str) -> Subject:
 
 
 def find_all(given: Iterable[str]) -> list[Subject]:
-    """`find` for each of several, in order. Raises InputError when two have the same name."""
+    """`find` for each, in order. Raises InputError also where two have the same name."""
     subjects = [find(g) for g in given]
     names = [s.name for s in subjects]
     for name in names:
@@ -116,12 +116,12 @@ def find_all(given: Iterable[str]) -> list[Subject]:
 
 
 def with_modules() -> list[str]:
-    """Names of the zoo's mixers that come with their paper's layer."""
+    """The names of the zoo's mixers that have their paper's layer."""
     return [entry.name for entry in ZOO if entry.module is not None]
 
 
 def paper_sizes(subject: Subject, d_model: int = 2048, heads: int = 16) -> Mixer | None:
-    """The paper's layer at a real model's width, without memory behind its weights; None if it has none."""
+    """The paper's layer at a real model's width, on the meta device; None for a subject without one."""
     if not subject.has_module:
         return None
     from dsf.analysis.training import accepted

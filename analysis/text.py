@@ -1,4 +1,4 @@
-"""Real text as bytes: the default corpus, a user's file, the part held out, a sentence to look at."""
+"""Real text as bytes: the default corpus or a user's file, its held-out part, a sentence for pictures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from dsf.language.errors import InputError
 
-HELD_OUT = 0.1  # the last tenth of the text is never trained on
-SHORTEST = 4096  # bytes; less leaves too little to hold out
+HELD_OUT = 0.1  # share of the text that is held out, at its end
+SHORTEST = 4096  # bytes; a shorter text leaves too little held out
 DEFAULT_NAME = "the documentation prose of Python's pydoc_data.topics"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text cut into what a model is trained on and what it is judged on.
+    """A text, split into a training part and a held-out part.
 
-    name: where it comes from, for people. train, held_out: byte values, int64 [length].
+    name: its source, for reports. train, held_out: byte values, int64 [length].
     """
 
     name: str
@@ -39,11 +39,11 @@ class Text:
         return bytes(self.held_out.tolist())
 
     def sentence(self, shortest: int = 36, longest: int = 56) -> str:
-        """The first plain sentence of the held-out part, or its first `longest` characters if it has none."""
+        """The first plain sentence of the held-out part, or its first `longest` characters if there is none."""
         return sentence_of(self.held_out_bytes.decode("utf-8", errors="ignore"), shortest, longest)
 
     def yardsticks(self) -> dict[str, float]:
-        """Bits per byte of the held-out part for coders that everybody knows.
+        """Bits per byte of the held-out part for common coders.
 
         order-0: the entropy of single bytes. bzip2: of the held-out part alone. xz: after the whole training part.
         """
@@ -59,19 +59,19 @@ class Text:
 
 
 def sentence_of(text: str, shortest: int, longest: int) -> str:
-    """The first plain sentence of so many bytes, or the first `longest` characters if there is none."""
+    """The first plain sentence of shortest to longest bytes, or the first `longest` characters if there is none."""
     fitting = (s for s in sentences(text) if shortest <= len(s.encode()) <= longest)
     return next(fitting, None) or " ".join(text.split())[:longest] or "."
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The plain sentences of a text, lines joined: words and commas between a capital and a full stop."""
+    """The plain sentences of a text, with lines joined: words and commas between a capital and a full stop."""
     for match in re.finditer(r"(?<=[.!?:] )[A-Z][a-z]+(?: [a-zA-Z,'’-]+)+\.(?= |$)", " ".join(text.split())):
         yield match[0]
 
 
 def load_text(path: Path | None = None) -> Text:
-    """The file's text, or the default corpus.
+    """The Text of a file, or of the default corpus.
 
     Raises InputError, naming the file, if it is missing, not a file, empty or shorter than 4096 bytes.
     """
@@ -104,7 +104,7 @@ def read_text(path: Path | None = None) -> tuple[str, bytes]:
 
 
 def _default_corpus() -> bytes:
-    """Every paragraph once: the topics quote each other, and a repeated paragraph would leak what is held out."""
+    """Python's documentation topics, each paragraph once: a repeated one could be in both parts."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:

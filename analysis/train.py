@@ -1,4 +1,4 @@
-"""Training of a `dsf.models` language model on a text, by transformers' Trainer: what `dsf train` runs."""
+"""Training of a `dsf.models` language model on a text with transformers' Trainer, for `dsf train`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -22,12 +23,13 @@ import dsf
 from dsf.analysis._write import Left, refusals, whole, whole_files, whole_text
 from dsf.analysis.checkpoints import RECORD, kept, last_checkpoint
 from dsf.analysis.ranks import Ranks, whole_state
+from dsf.analysis.records import File, Number, Record, read, schema_field
+from dsf.analysis.report import finite
 from dsf.analysis.text import HELD_OUT, read_text
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
-SCHEMA = "dsf.train/1"
 RATES = {"tiny": 3e-3, "20m": 1e-3, "100m": 6e-4, "340m": 3e-4}
 EVALUATED = 64  # held-out windows at most
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
@@ -35,12 +37,13 @@ Progress = Callable[[int, float], None]  # (steps done, loss in nats)
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained and how.
+    """Settings of a training run.
 
-    mixer: names with commas between, a pattern over the layers. text: None for Python's own documentation. size: of
-    `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote. batch, seq: sequences a step, tokens
-    each. lr: at its highest; None: by the size. saves: checkpoints in all. cp, tp: of torchrun's processes, so many
-    share every sequence, and so many the heads; the others share the batch.
+    mixer: names separated by commas, a pattern over the layers. out: folder of the results. text: a file, None for
+    Python's documentation. size: of `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote.
+    batch: sequences a step; seq: tokens a sequence. lr: the highest learning rate, None for that of the size. saves:
+    number of checkpoints. cp, tp: sizes of the groups of torchrun's processes that share each sequence, and the heads;
+    the groups share the batch.
     """
 
     mixer: str
@@ -62,12 +65,62 @@ class Run:
 
     @property
     def ranks(self) -> Ranks:
-        """Torchrun's processes, and what they share. Raises InputError for numbers that do not fit."""
+        """The ranks of torchrun's processes. Raises InputError for numbers that do not fit."""
         return Ranks.of(self)
 
 
+class Identity(Record):
+    """What must be equal for a checkpoint to fit a run. text, sources: SHA-256 of the text, and of the files of the
+    user's recurrences.
+    """
+
+    model: dict[str, JsonValue]
+    text: str
+    steps: int
+    batch: int
+    seq: int
+    seed: int
+    lr: float
+    bf16: bool
+    tokenizer: str
+    sources: dict[str, str] | None = None
+
+
+class Begun(File):
+    """The content of train.json while a run goes on."""
+
+    schema_: Literal["dsf.train/1"] = schema_field("dsf.train/1")
+    identity: Identity
+
+
+class TokensRead(Record):
+    """The text of a run, and its number of tokens."""
+
+    name: str
+    tokens: int
+
+
+class Trained(Begun):
+    """The content of train.json after a run's end. loss, held_out: (step, nats a token)."""
+
+    run: Run
+    text: TokensRead
+    parameters: int
+    loss: list[tuple[int, Number]]
+    held_out: list[tuple[int, Number]]
+    bits_per_token: Number | None
+    seconds: float
+    tokens_per_second: float
+    versions: dict[str, str]
+
+    @property
+    def mixers(self) -> str:
+        """The names of the mixers, separated by commas."""
+        return ", ".join(ModelConfig(**self.identity.model).mixers)
+
+
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of a text at given places: the same ones in the same order, whatever was trained before."""
+    """Windows of a text at given starts, in the same order for every model."""
 
     def __init__(self, tokens: Tensor, starts: Tensor, seq: int) -> None:
         self.tokens, self.starts, self.seq = tokens, starts, seq
@@ -83,7 +136,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything that a run needs, checked: nothing is written before this is whole."""
+    """A checked run with all that it needs; nothing was written yet."""
 
     run: Run
     config: ModelConfig
@@ -91,12 +144,15 @@ class Prepared:
     train: Windows
     held_out: Windows
     text: str
-    identity: dict[str, Any]
+    identity: Identity
     checkpoint: Path | None
 
 
 def prepare(run: Run, resume: bool) -> Prepared:
-    """Read, tokenize and check all. Raises InputError for whatever would fail later; DsfError without transformers."""
+    """Read and tokenize the text, and check everything before training. resume: go on from the last checkpoint.
+
+    Raises InputError for all that would fail later, DsfError without transformers or accelerate.
+    """
     for package in ("transformers", "accelerate"):
         try:
             importlib.import_module(package)
@@ -104,7 +160,7 @@ def prepare(run: Run, resume: bool) -> Prepared:
             raise DsfError(f"dsf train needs {package}: pip install 'dsf-zoo[models]'") from error
     mixers = [name.strip() for name in run.mixer.split(",") if name.strip()]
     if run.size not in SIZES:
-        sized(run.size, mixers)  # says which there are
+        sized(run.size, mixers)  # raises the error that lists the sizes
     if run.device not in ("cpu", "cuda"):
         raise InputError(
             f"--device {run.device}: expected cpu or cuda (of several GPUs, CUDA_VISIBLE_DEVICES picks one)"
@@ -126,30 +182,29 @@ def prepare(run: Run, resume: bool) -> Prepared:
         )
     config = sized(run.size, mixers, len(tokenizer), fused_loss=True)
     with torch.device("meta"):
-        model = CausalLM(config)  # what its layers refuse
+        model = CausalLM(config)  # raises what its layers refuse
     if ranks.tp > 1:
         from dsf.parallel.heads import check_heads
 
         check_heads(model, ranks.tp)
-    identity = {
-        "model": config.model_dump(mode="json"), "text": hashlib.sha256(data).hexdigest(), "steps": run.steps,
-        "batch": run.batch, "seq": run.seq, "seed": run.seed, "lr": run.lr or RATES[run.size], "bf16": run.bf16,
-        "tokenizer": run.tokenizer,
-    }  # fmt: skip
+    identity = Identity(
+        model=config.model_dump(mode="json"), text=hashlib.sha256(data).hexdigest(), steps=run.steps, batch=run.batch,
+        seq=run.seq, seed=run.seed, lr=run.lr or RATES[run.size], bf16=run.bf16, tokenizer=run.tokenizer,
+    )  # fmt: skip
     if files := {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in _sources(config)}:
-        identity["sources"] = files
+        identity.sources = files
     generator = torch.Generator().manual_seed(run.seed)
     split = len(tokens) - held
     starts = torch.randint(0, split - run.seq, (run.steps * run.batch,), generator=generator)
     spread = torch.linspace(split, len(tokens) - run.seq - 1, min(EVALUATED, held // run.seq)).long()
     return Prepared(
         run, config, tokenizer, Windows(tokens, starts, run.seq), Windows(tokens, spread, run.seq), name, identity,
-        last_checkpoint(run.out, identity, resume),
+        last_checkpoint(run.out, identity.to_dict(), resume),
     )  # fmt: skip
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of transformers whose tokens are the bytes of UTF-8, ids 0 to 255."""
+    """A tokenizer of transformers whose tokens are the bytes of UTF-8, with ids 0 to 255."""
     tokenizers: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
     letters = _byte_letters()
@@ -173,28 +228,28 @@ def load_tokenizer(folder: str) -> Any:
         raise InputError(f"--tokenizer {folder}: expected the folder of a tokenizer, or bytes")
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises nearly every kind there is
+    except Exception as error:  # transformers raises exceptions of many classes
         raise InputError(f"--tokenizer {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def tokens_of(tokenizer: Any, data: bytes) -> Tensor:
-    """The tokens of a text, int32 [length]; of a byte tokenizer, the bytes themselves."""
+    """The tokens of a text, int32 [length]."""
     if len(tokenizer) == 256 and tokenizer.convert_ids_to_tokens(0) == _byte_letters()[0]:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32)
     ids = tokenizer(data.decode("utf-8", errors="replace"), add_special_tokens=False).input_ids
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any]:
-    """Train (or go on), write model, tokenizer, record and curve into `out`; returns the record.
+def train(prepared: Prepared, progress: Progress | None = None) -> Trained:
+    """Train or resume; write model, tokenizer, record and loss curve into the run's folder; returns the record.
 
-    Raises DsfError where the disk is full or the loss is no number any more; what was whole in `out` stays whole.
+    Raises DsfError for a full disk and for a loss that is not finite. Complete files in the folder stay complete.
     """
     from dsf.analysis.trainer import make_trainer
 
     run, ranks = prepared.run, prepared.run.ranks
     with ranks.joined(run.device), refusals(run.out, partial(kept, run.out)):
-        ranks.wait()  # until all have seen what is in the folder
+        ranks.wait()  # until all processes have read the folder
         if ranks.rank == 0:
             _begin(prepared)
         ranks.wait()
@@ -207,18 +262,18 @@ def train(prepared: Prepared, progress: Progress | None = None) -> dict[str, Any
             state = whole_state(trainer.model)
             model = trainer.new_model(state) if ranks.rank == 0 else None
         if model is not None:
-            model.config.fused_loss = False  # what is opened later wants its logits
+            model.config.fused_loss = False  # a model that is loaded later returns its logits
             saved = (model, prepared.tokenizer)
             left = partial(kept, run.out)
             whole_files(run.out, lambda folder: [part.save_pretrained(str(folder)) for part in saved], left)
             _curve(run.out / "loss.png", record, left)
-            whole_text(run.out / RECORD, json.dumps(record, indent=1) + "\n", left)
+            whole_text(run.out / RECORD, json.dumps(finite(record.to_dict()), indent=1) + "\n", left)
         ranks.wait()
     return record
 
 
 def _begin(prepared: Prepared) -> None:
-    """The folder, with what is known before training. Raises InputError where it cannot be made."""
+    """Make the folder, and write what is known before training. Raises InputError where it cannot be made."""
     out = prepared.run.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -227,34 +282,34 @@ def _begin(prepared: Prepared) -> None:
     _keep_sources(prepared)
     if prepared.checkpoint is None:
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        begun = {"schema": SCHEMA, "identity": prepared.identity}
-        whole_text(out / RECORD, json.dumps(begun, indent=1) + "\n", partial(kept, out))
+        begun = Begun(identity=prepared.identity)
+        whole_text(out / RECORD, json.dumps(begun.to_dict(), indent=1) + "\n", partial(kept, out))
 
 
-def _record(prepared: Prepared, trainer: Any, seconds: float) -> dict[str, Any]:
+def _record(prepared: Prepared, trainer: Any, seconds: float) -> Trained:
     run, log = prepared.run, trainer.state.log_history
     done = run.steps - (0 if prepared.checkpoint is None else int(prepared.checkpoint.name.rpartition("-")[2]))
-    speed = {"seconds": seconds, "tokens_per_second": done * run.batch * run.seq / seconds}
+    speed = done * run.batch * run.seq / seconds
     if not done:  # the run was complete: its speed is that of its training
-        before = json.loads((run.out / RECORD).read_text(encoding="utf-8"))
-        speed = {name: before.get(name, value) for name, value in speed.items()}
-    held = [[e["step"], e["eval_loss"]] for e in log if "eval_loss" in e]
-    return {
-        "schema": SCHEMA,
-        "identity": prepared.identity,
-        "run": {**asdict(run), "out": str(run.out), "text": str(run.text) if run.text else None},
-        "text": {"name": prepared.text, "tokens": len(prepared.train.tokens)},
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "loss": [[e["step"], e["loss"]] for e in log if "loss" in e],
-        "held_out": held,
-        "bits_per_token": held[-1][1] / math.log(2) if held else None,
-        **speed,
-        "versions": {"dsf": dsf.__version__, "torch": torch.__version__},
-    }
+        before = read(run.out / RECORD)
+        seconds, speed = before.get("seconds", seconds), before.get("tokens_per_second", speed)
+    held = [(e["step"], e["eval_loss"]) for e in log if "eval_loss" in e]
+    return Trained(
+        identity=prepared.identity,
+        run=run,
+        text=TokensRead(name=prepared.text, tokens=len(prepared.train.tokens)),
+        parameters=sum(p.numel() for p in trainer.model.parameters()),
+        loss=[(e["step"], e["loss"]) for e in log if "loss" in e],
+        held_out=held,
+        bits_per_token=held[-1][1] / math.log(2) if held else None,
+        seconds=seconds,
+        tokens_per_second=speed,
+        versions={"dsf": dsf.__version__, "torch": torch.__version__},
+    )
 
 
 def _keep_sources(prepared: Prepared) -> None:
-    """Copies of the files with the user's recurrences, for the record: what was trained stays readable."""
+    """Copy the files of the user's recurrences into the folder, so that what was trained stays readable."""
     for file in _sources(prepared.config):
         text, out = file.read_text(encoding="utf-8"), prepared.run.out
         whole_text(out / file.name, text, partial(kept, out))
@@ -266,19 +321,18 @@ def _sources(config: ModelConfig) -> list[Path]:
     return list(dict.fromkeys(Path(path) for path, colon, _ in named if colon))
 
 
-def _curve(path: Path, record: dict[str, Any], left: Left) -> None:
-    """The loss curve as a picture, where matplotlib is installed."""
+def _curve(path: Path, record: Trained, left: Left) -> None:
+    """Write the loss curve as a picture, where matplotlib is installed."""
     try:
         figure_module: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
         return
     figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for name, label in (("loss", "training"), ("held_out", "held out")):
-        points = record[name]
+    for points, label, marker in ((record.loss, "training", None), (record.held_out, "held out", "o")):
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker="o" if name == "held_out" else None, markersize=3)
-    title = f"{', '.join(record['identity']['model']['mixers'])} on {record['text']['name']}"
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3)
+    title = f"{record.mixers} on {record.text.name}"
     axes.set(xlabel="step", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

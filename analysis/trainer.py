@@ -1,4 +1,4 @@
-"""transformers' Trainer as `dsf train` sets it up: fixed order of data, no decay of rates, whole checkpoints."""
+"""transformers' Trainer for `dsf train`: data in a fixed order, no weight decay of rates, complete checkpoints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:
-    """The trainer of a run, its model drawn from the run's seed."""
+    """The trainer of a run. The seed determines the initial model."""
     run = prepared.run
     every = max(1, run.steps // max(1, run.saves))
     arguments = TrainingArguments(
         output_dir=str(run.out / "checkpoints"), max_steps=run.steps,
         per_device_train_batch_size=run.batch // run.ranks.dp, per_device_eval_batch_size=run.batch,
-        learning_rate=prepared.identity["lr"], weight_decay=0.1, adam_beta1=0.9,
+        learning_rate=prepared.identity.lr, weight_decay=0.1, adam_beta1=0.9,
         adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=max(1, min(200, run.steps // 10)),
         save_strategy="steps", save_steps=every, save_total_limit=2, eval_strategy="steps", eval_steps=every,
@@ -51,11 +51,17 @@ def make_trainer(prepared: Prepared, progress: Progress | None) -> Any:
 
 
 class _Trainer(Trainer):
-    """Trainer with the order of the data fixed and checkpoints that are whole or not there.
+    """A Trainer with a fixed order of data, whose checkpoints are complete or absent.
 
-    Checkpoints are `torch.distributed.checkpoint`'s (`dsf.parallel.Checkpoint`): any number of processes goes on with
-    them.
+    Checkpoints are of `torch.distributed.checkpoint` (`dsf.parallel.Checkpoint`): any number of processes can resume
+    from them.
     """
+
+    model: Any  # transformers declares each of these as optional
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
 
     def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
         self.prepared = prepared
@@ -71,7 +77,7 @@ class _Trainer(Trainer):
         return super().compute_loss(*args, **{**kwargs, "num_items_in_batch": None})
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Matrices decay; vectors, and the rates that mixers mark, do not."""
+        """The names of matrices, without those of vectors and of rates that mixers mark."""
         apart = undecayed_names(model)
         return [name for name, _ in model.named_parameters() if name not in apart]
 
@@ -88,7 +94,7 @@ class _Trainer(Trainer):
             raise
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Nothing: the model is saved with its optimizer."""
+        """Do nothing: the model is saved with its optimizer."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with _checkpointing():
@@ -97,7 +103,7 @@ class _Trainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the model is loaded with its optimizer, which is made later."""
+        """Do nothing: the model is loaded with its optimizer, which is made later."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -106,14 +112,14 @@ class _Trainer(Trainer):
             with _checkpointing():
                 dcp.load({"training": self._checkpoint()}, checkpoint_id=str(Path(checkpoint) / STATE))
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
-        except Exception as error:  # each of the libraries has errors of its own
+        except Exception as error:  # each library has its own error classes
             raise unreadable(checkpoint, str(error).strip().partition("\n")[0] or type(error).__name__) from error
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Keep a line of the log; nothing is printed."""
+        """Keep a line of the log without printing it. Raises DsfError for a loss that is not finite."""
         super().log(logs, *args, **kwargs)
         loss = logs.get("loss")
         if loss is not None and not math.isfinite(loss):
@@ -121,17 +127,17 @@ class _Trainer(Trainer):
 
 
 class _SpreadTrainer(_Trainer):
-    """The same over processes: a model that ranks share, each with its part of every batch and sequence."""
+    """The same for several processes, each with its part of the model, of every batch and of every sequence."""
 
     def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
         self.ranks = prepared.run.ranks
         shared, self.sequence = self.ranks.spread(model.to(arguments.device), prepared.run.seq)
         super().__init__(prepared, shared, arguments, progress)
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast
-        self.model._is_accelerate_prepared = True  # it is shared already, and is not to be wrapped once more
+        self.model._is_accelerate_prepared = True  # already sharded: accelerate must not wrap it
 
     def new_model(self, state: dict[str, Any]) -> Any:
-        """A whole model of these parameters."""
+        """An unsharded model with these parameters."""
         model = DsfForCausalLM(DsfConfig.of(self.prepared.config))
         model.load_state_dict(state)
         return model
@@ -144,13 +150,15 @@ class _SpreadTrainer(_Trainer):
         return DataLoader(self.prepared.train, batch_sampler=batches, collate_fn=self.data_collator)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """All that is held out, of which processes share the sequences only; batches of one size have one weight."""
+        """All held-out windows on every process, which share only the sequences; batches have equal sizes and so
+        equal weights.
+        """
         windows = len(self.prepared.held_out)
         size = next(n for n in range(min(self.prepared.run.batch, windows), 0, -1) if windows % n == 0)
         return DataLoader(self.prepared.held_out, size, collate_fn=self.data_collator)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        """The processes' mean of what this returns is the batch's loss, and so are gradients."""
+        """A loss whose mean over the processes is the batch's loss; the same holds for its gradients."""
         targets = next_labels(inputs["labels"])
         parts = self.ranks.dp if model.training else 1
         count = (targets != IGNORED).sum() * parts
@@ -162,7 +170,7 @@ class _SpreadTrainer(_Trainer):
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Errors as exceptions that are caught by others, and no warning that a checkpoint is one process's."""
+    """Turn torch's checkpoint exceptions into ordinary ones, and suppress its warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
         try:
@@ -175,16 +183,16 @@ def _checkpointing() -> Iterator[None]:
 
 
 class _Watch(TrainerCallback):
-    """Progress, without transformers' own printing."""
+    """Progress reports without transformers' printing."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.progress, self.loss = progress, math.nan
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Remember the loss."""
+        """Keep the loss."""
         self.loss = (logs or {}).get("loss", self.loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Show the step."""
+        """Report the step."""
         if self.progress is not None:
             self.progress(state.global_step, self.loss)

@@ -1,4 +1,4 @@
-"""The tiny byte-level language model in which mixers are compared, and its training: same for every mixer."""
+"""The byte-level language model of comparisons, and its training, the same for every mixer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Progress = Callable[[int, float], None]  # (steps done, loss in nats)
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained and how; one setup for all mixers of a comparison.
+    """Model and training of a comparison, the same for all mixers.
 
-    d_model, layers, n_heads, d_state, headdim: of the model; a mixer takes of them what its constructor has.
-    bare: mixers without their short convolutions and gates. batch, seq: sequences a step, bytes a sequence.
-    steps, lr, seed: of AdamW, whose rate warms up, then falls to a tenth along a cosine. hidden: channels of the MLP,
-    2 · d_model where None. device: where it trains; weights and batches are drawn on the CPU, the same for all.
-    Raises InputError for numbers that cannot be.
+    d_model, layers, n_heads, d_state, headdim: of the model; a mixer gets those that its constructor takes. bare:
+    mixers without their short convolutions and gates. batch: sequences a step; seq: bytes a sequence. steps, lr, seed:
+    of AdamW, whose rate warms up, then falls to a tenth along a cosine. hidden: channels of the MLP, None for 2 ·
+    d_model. device: of the training; weights and batches are drawn on the CPU, the same for all devices. Raises
+    InputError for values out of range.
     """
 
     d_model: int = 64
@@ -60,13 +60,13 @@ class Setup:
 
 
 def at_least(name: str, given: int | None, least: int) -> None:
-    """Raise InputError for a number below the least."""
+    """Raise InputError for a number below `least`."""
     if given is not None and given < least:
         raise InputError(f"{name} is {given}, expected at least {least}")
 
 
 def check_rates(name: str, rates: Sequence[float]) -> None:
-    """Raise InputError unless these are different learning rates, one at least."""
+    """Raise InputError unless these are one or more different positive learning rates."""
     if not rates or not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
         given = ", ".join(map(str, rates)) or "nothing"
         expected = "a positive one" if name == "lr" else "different positive ones, such as 2e-3 and 6e-3"
@@ -80,7 +80,7 @@ def accepted(make: Callable[..., nn.Module]) -> dict[str, inspect.Parameter]:
 
 
 def build(make: Callable[..., Mixer], setup: Setup) -> Mixer:
-    """A mixer of the setup's sizes, as far as its constructor takes them."""
+    """A mixer of the setup's sizes, those that its constructor takes."""
     wanted = {**setup.sizes, "bare": setup.bare}
     known = accepted(make)
     return make(d_model=setup.d_model, **{name: value for name, value in wanted.items() if name in known})
@@ -101,13 +101,13 @@ class Block(nn.Module):
         return self.after(x, self.mixer(self.mixer_norm(x))[0])
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """What leaves the block, from what came in and what the mixer made of it."""
+        """The output of the block from its input x and the mixer's output."""
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x))
 
 
 class ByteLM(nn.Module):
-    """Bytes in, logits of the next byte out. No position encoding: the order of the bytes is the mixer's to find."""
+    """A model of bytes: logits of the next byte. It has no position encoding; only the mixers know the order."""
 
     def __init__(self, make: Callable[..., Mixer], setup: Setup):
         super().__init__()
@@ -125,7 +125,7 @@ class ByteLM(nn.Module):
 
     @torch.no_grad()
     def mixer_inputs(self, ids: Tensor) -> list[dict[str, Tensor]]:
-        """For every layer the tensors that its recurrence receives on ids [B, T], by input name."""
+        """The inputs of every layer's recurrence on ids [B, T], by name."""
         x, found = self.embedding(ids), []
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -135,7 +135,7 @@ class ByteLM(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, n: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """`n` bytes after the prompt, drawn one by one; every layer's state is carried."""
+        """`n` bytes after the prompt, sampled one by one with carried states."""
         generator, device = torch.Generator().manual_seed(seed), self.embedding.weight.device
         states: list[Any] = [None] * len(self.blocks)
         found, x = bytearray(), self.embedding(torch.tensor([list(prompt)], device=device))
@@ -154,21 +154,23 @@ class ByteLM(nn.Module):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers start at `seed` inside and go on as before outside."""
+    """torch's random numbers start at `seed` inside the block and continue as before after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def make_model(make: Callable[..., Mixer], setup: Setup) -> ByteLM:
-    """The untrained model, the same for the same setup."""
+    """The untrained model of a setup, whose seed determines the weights."""
     with seeded(setup.seed):
         model = ByteLM(make, setup)
     return model.to(setup.device)
 
 
 def loss_on(model: ByteLM, windows: Tensor, last: int | None = None) -> Tensor:
-    """Mean cross entropy in nats of predicting bytes 1 … of windows [B, T+1] from those before; of the `last` alone."""
+    """Mean cross entropy in nats of bytes 1 … of windows [B, T+1], or of the `last` ones alone, each predicted from
+    all before.
+    """
     windows = windows.to(model.embedding.weight.device)
     logits, targets = model(windows[:, :-1]), windows[:, 1:]
     if last is not None:
@@ -178,9 +180,9 @@ def loss_on(model: ByteLM, windows: Tensor, last: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(model: ByteLM, data: Tensor, seq: int, windows: int = 64, last: int | None = None) -> float:
-    """Cross entropy in bits a byte on up to `windows` evenly spread windows of `seq` bytes of data [length].
+    """Cross entropy in bits per byte on up to `windows` evenly spread windows of `seq` bytes of data [length].
 
-    last: only of so many bytes at the end of each window, which have seq - last bytes or more before them.
+    last: count only so many bytes at the end of each window, which have at least seq - last bytes before them.
     """
     seq = min(seq, len(data) - 1)
     starts = torch.linspace(0, len(data) - seq - 1, windows).long().unique()
@@ -190,9 +192,9 @@ def bits_per_byte(model: ByteLM, data: Tensor, seq: int, windows: int = 64, last
 
 
 def train(model: ByteLM, text: Text, setup: Setup, progress: Progress | None = None) -> tuple[list[float], float]:
-    """Train in place on random windows, the same for every mixer. Returns (bits per byte of every step, seconds).
+    """Train in place on random windows, the same for every mixer. Returns (bits per byte at every step, seconds).
 
-    Raises DsfError when the loss stops being finite.
+    Raises DsfError for a loss that is not finite.
     """
     seq = min(setup.seq, len(text.train) - 2)
 
@@ -206,9 +208,9 @@ def train(model: ByteLM, text: Text, setup: Setup, progress: Progress | None = N
 def fit(
     model: nn.Module, loss_of: Callable[[torch.Generator], Tensor], setup: Setup, progress: Progress | None = None
 ) -> tuple[list[float], float]:
-    """Train in place: setup.steps steps on loss_of(generator), nats. Returns (bits of every step, seconds).
+    """Train in place for setup.steps steps on loss_of(generator) in nats. Returns (bits at every step, seconds).
 
-    Raises DsfError when the loss stops being finite.
+    Raises DsfError for a loss that is not finite.
     """
     generator = torch.Generator().manual_seed(setup.seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=setup.lr, betas=(0.9, 0.95))

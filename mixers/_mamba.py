@@ -117,5 +117,6 @@ def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:
 
 def whole_group(layer: Any, *keys: Tensor) -> tuple[Tensor, ...]:
     """b, c, ... [B, T, groups, N], gathered where each rank holds a part of a single group."""
-    shared = layer.shares is not None and layer.n_groups == 1 and keys[0].shape[-1] < layer.dims[1]
-    return layer.shares.gather(*keys) if shared else keys
+    if layer.shares is None or layer.n_groups > 1 or keys[0].shape[-1] >= layer.dims[1]:
+        return keys
+    return layer.shares.gather(*keys)

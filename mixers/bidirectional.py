@@ -13,6 +13,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Span, check_call
 from dsf.mixers._own import Owner
 from dsf.mixers._sizes import Divided
+from dsf.mixers._typed import called_as
 
 if TYPE_CHECKING:
     from dsf.parallel import World
@@ -68,8 +69,10 @@ class BothWays(Owner, Divided):
             )
         return self.mix(x, cu_seqlens, world), None
 
-    if TYPE_CHECKING:  # torch says Any of a module's call
-        __call__ = forward
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def step(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
         """Raises InputError: the first output depends on the last token."""

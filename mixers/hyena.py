@@ -17,6 +17,7 @@ from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import check_mask
 from dsf.mixers._own import Owner, normal
 from dsf.mixers._sizes import check_input
+from dsf.mixers._typed import called_as
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts, World
@@ -145,8 +146,10 @@ class Hyena(Owner):
             v = long_convolution(v * gate, filters[place][None], D=self.D[place][None], cu_seqlens=cu_seqlens)
         return self.out_proj((v * gates[0]).squeeze(2)), None
 
-    if TYPE_CHECKING:  # torch says Any of a module's call
-        __call__ = forward
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def step(self, x: Tensor, state: Any = None) -> NoReturn:
         """Raises FormError."""

@@ -147,7 +147,7 @@ class Layer(Mixer):
     def _given_start(self, entry: Input, shape: torch.Size, given: Any) -> Start:
         """The user's initial value, checked, and mapped back by `unsquash`. Raises InputError."""
         allowed = self.known.ranges[entry.name]
-        start = given if callable(given) else partial(_fixed, value=given)
+        start: Any = given if callable(given) else partial(_fixed, value=given)
         try:
             with torch.device("cpu"):
                 value = start(*shape)

@@ -117,7 +117,7 @@ class LRU(ComplexUnits):
 
     def _gamma(self, *shape: int) -> Tensor:
         """log √(1 - |lambda|²): inputs of variance one give states of variance one."""
-        nu = self.nu_log.full_tensor() if hasattr(self.nu_log, "full_tensor") else self.nu_log
+        nu = getattr(self.nu_log, "full_tensor", lambda: self.nu_log)()  # of a DTensor, the whole
         return 0.5 * torch.log(-torch.expm1(-2 * torch.exp(nu.detach())))
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

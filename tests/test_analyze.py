@@ -235,7 +235,7 @@ def test_the_schema_names_every_field_of_the_file(analysed):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": "dsf.analyze/0"}, "of the schema 'dsf.analyze/0'; this release of dsf draws dsf.analyze/1"),
+        ({"schema": "dsf.analyze/0"}, "of the schema 'dsf.analyze/0'; this release of dsf reads dsf.analyze/1"),
         ({"schema": None}, "no file of dsf.analyze/1"),
         ({"window": "wide"}, "window: input should be a valid integer"),
         ({"runs": [{"name": "x"}]}, "runs.0.layer: field required"),

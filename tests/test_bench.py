@@ -58,6 +58,7 @@ def test_the_command_prints_a_table_or_json_for_a_recurrence_of_ones_own(tmp_pat
     assert shown.exit_code == 0, shown.output
     assert "Layer" in shown.stdout and "floor" in shown.stdout and "16 tokens, 2 heads" in shown.stdout
     data = json.loads(CliRunner().invoke(app, ["bench", f"{path}:mine", *sizes, "--json"]).stdout)
+    assert engine.Bench.model_validate(data).model_dump(mode="json", by_alias=True) == data
     assert data["schema"] == "dsf.bench/1" and data["rows"][0]["who"] == "dsf" and data["sizes"]["n"] == 4
 
 

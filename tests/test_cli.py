@@ -406,7 +406,7 @@ def test_a_read_only_disk_is_one_sentence(tmp_path, monkeypatch):
     page.write_text("whole")
     for method in ("write_text", "unlink"):  # what stands for it is gone, and cannot be removed
         monkeypatch.setattr(Path, method, refuse)
-    with pytest.raises(dsf.DsfError, match=r"cannot write .*page.html: Read-only file system; what was there before"):
+    with pytest.raises(dsf.DsfError, match=r"cannot write .*page.html: Read-only file system; an existing file is"):
         whole_text(page, "other")
     assert page.read_text() == "whole"
 
@@ -421,7 +421,7 @@ def test_a_full_disk_is_one_sentence_for_every_kind_of_file(tmp_path):
     old.write_text("whole")
     pairs = [(partial(png, figure), new), (partial(png, figure), old), (partial(whole, write=full), old)]
     for write, path in [*pairs, (partial(whole_files, write=full), tmp_path)]:
-        with pytest.raises(dsf.DsfError, match=rf"^the disk of {path} is full; what was there before is untouched$"):
+        with pytest.raises(dsf.DsfError, match=rf"^the disk of {path} is full; an existing file is unchanged$"):
             write(path)
     assert [f for f in tmp_path.rglob("*") if f.is_file()] == [old] and old.read_text() == "whole"
 

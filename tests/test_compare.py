@@ -80,12 +80,12 @@ def test_every_mixer_has_a_whole_record(result):
 
 def test_a_saved_comparison_is_drawn_again_as_it_was(result, tmp_path):
     pytest.importorskip("matplotlib")
-    from dsf.analysis.compare.page import page
+    from dsf.analysis.compare.page import Builder
 
     report.write_json(tmp_path / "compare.json", result.to_dict())
     again = saved.load(tmp_path / "compare.json")
     assert report.finite(again.to_dict()) == report.finite(json.loads(json.dumps(result.to_dict())))
-    assert page(again).html() == page(result).html()
+    assert Builder(again).build().html() == Builder(result).build().html()
     report.write_json(tmp_path / "again.json", again.to_dict())
     assert (tmp_path / "again.json").read_text() == (tmp_path / "compare.json").read_text()
     of_setup, of_protocol = saved.settings(tmp_path / "compare.json")
@@ -105,7 +105,7 @@ def test_half_lives_that_never_end_come_back_as_infinite(result, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema": "dsf.compare/1"}, "of the schema 'dsf.compare/1'; this release of dsf draws dsf.compare/2"),
+        ({"schema": "dsf.compare/1"}, "of the schema 'dsf.compare/1'; this release of dsf reads dsf.compare/2"),
         ({"schema": None}, "no file of dsf.compare/2: it names no schema"),
         ({"seconds": "long"}, "seconds: input should be a valid number"),
         ({"mixers": [{"name": "x"}]}, r"mixers\.0\.given: field required"),

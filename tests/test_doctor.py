@@ -39,6 +39,7 @@ def one_probe(monkeypatch):
 
 
 def test_json_has_everything(found):
+    assert doctor.Examination.model_validate(found).to_dict() == found
     assert list(found) == KEYS and found["schema"] == "dsf.doctor/1" and found["ok"] is True
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["dsf"].startswith(dsf.__version__)
@@ -156,13 +157,13 @@ def test_releases_that_were_not_tried_are_said(monkeypatch):
     assert said.startswith(f"torch {torch.__version__} was not tried; dsf asks for >=99")
     monkeypatch.setattr(doctor, "_import_triton", lambda: "ImportError: libcuda.so.1")
     found = doctor.examine(calls=False)
-    assert not found["ok"] and "triton does not import: ImportError: libcuda.so.1" in found["warnings"]
+    assert not found.ok and "triton does not import: ImportError: libcuda.so.1" in found.warnings
 
 
 def test_devices_that_kernels_refuse_are_warned_of():
-    off = {"form": "chunk", "backend": "torch", "kernel": "WY chunks", "refused": "a GPU of sm_75 is too old"}
-    on = {"form": "chunk", "backend": "triton", "kernel": "delta", "refused": ""}
-    cpu = {"form": "chunk", "backend": "torch", "kernel": "WY chunks", "refused": ""}
-    rows = [{"on": {"cpu": cpu, "cuda:0": off, "cuda:1": on}}, {"on": {"cpu": cpu, "cuda:0": off, "cuda:1": off}}]
-    (said,) = doctor._refusals(rows)
+    off = doctor.Choice(form="chunk", backend="torch", kernel="WY chunks", refused="a GPU of sm_75 is too old")
+    on = doctor.Choice(form="chunk", backend="triton", kernel="delta", refused="")
+    cpu = doctor.Choice(form="chunk", backend="torch", kernel="WY chunks", refused="")
+    rows = [{"cpu": cpu, "cuda:0": off, "cuda:1": on}, {"cpu": cpu, "cuda:0": off, "cuda:1": off}]
+    (said,) = doctor._refusals([doctor.Structure(structure="decay", mixers=[], on=row) for row in rows])
     assert said == "cuda:0: nothing runs on triton (a GPU of sm_75 is too old); the torch forms run there"

@@ -156,7 +156,7 @@ def test_phi_times_the_input_is_the_output(r):
 
 def test_phi_does_not_apply_to_an_input_where_none_drives_the_system():
     for r in UNDRIVEN:
-        with pytest.raises(InputError, match=f"{r.name}: no one input drives the system"):
+        with pytest.raises(InputError, match=f"{r.name}: the system has no single driving input"):
             m.output(trajectory(r))
 
 

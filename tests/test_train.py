@@ -63,6 +63,7 @@ def test_a_run_is_trained_saved_and_opened(folder):
     assert done.exit_code == 0, done.output
     assert "12 steps" in done.output and "wrote run" in done.output
     record = json.loads((folder / "run/train.json").read_text())
+    assert engine.Trained.load(folder / "run/train.json").to_dict() == record
     assert record["loss"][-1][1] < record["loss"][0][1] and len(record["loss"]) == 12
     assert record["held_out"][-1][0] == 12 and (folder / "run/loss.png").stat().st_size > 5000
     assert not list((folder / "run").glob(".*"))
@@ -202,7 +203,7 @@ def test_a_folder_with_another_run_is_refused(folder):
     assert "another text" in command(folder, "--resume", steps=1).stderr
     (folder / "text.txt").write_text(TEXT)
     (folder / "own.py").write_text(OWN.replace("sigmoid(a) *", "sigmoid(a + 1) *"))
-    assert "own.py is not what it was when the run in run began" in command(folder, "--resume", steps=1).stderr
+    assert "own.py has changed since the run in run began" in command(folder, "--resume", steps=1).stderr
     (folder / "own.py").write_text(OWN)
     assert "text.txt is a file; expected a folder" in command(folder, out="text.txt").stderr
     (folder / "full").mkdir()
@@ -267,7 +268,7 @@ def test_runs_that_processes_cannot_share_are_refused(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "--batch 2: 3 groups of processes" in command(folder).stderr
     assert "has n_heads=2, which 3 ranks cannot share" in command(folder, "--tp", "3").stderr
-    assert "--compile: of one process only" in command(folder, "--cp", "3", "--compile").stderr
+    assert "--compile works in one process only" in command(folder, "--cp", "3", "--compile").stderr
     assert not (folder / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""`analyze`: a trained model converted, recorded on text and measured, layer by layer; numbers for a report."""
+"""`analyze`: convert a trained model, record it on text, and measure every layer, for a report."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from dsf.analysis.record import Entry, record
 from dsf.analysis.text import sentences
 from dsf.language.errors import InputError
 
-LAW = 1e-4  # how far a conversion may move outputs, relative to their range, in float32
+LAW = 1e-4  # limit of the change of outputs by a conversion, as a share of their range, in float32
 LEAST_TOKENS = 8
-SENTENCE = (20, 44)  # tokens that a sentence to look at should have
+SENTENCE = (20, 44)  # tokens of the sentence for pictures
 LARGEST_RECORDING = 4.0  # GiB
 STEPS = ("run the original", "convert", "measure on the text", "measure on a sentence")
 
 Report = Callable[[str, int, int], None]  # (step, done, of)
-Measure = Callable[[Entry, Run], Tensor | None]  # puts what it finds into the run, and returns its maps
+Measure = Callable[[Entry, Run], Tensor | None]  # writes measures into the run; returns its maps
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recorded. tokens: of the text, at most. layers: see `chosen`. heads: a slice of each layer's.
+    """What to record. tokens: of the text, at most. layers: see `chosen`. heads: a slice of each layer's heads.
 
-    gib: the largest recording of one run of a layer; by default 4, or half of the free memory if that is less.
+    gib: limit of the recording of one run of a layer; by default 4, or half of the free memory if that is less.
     """
 
     tokens: int = 512
@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def limit(self) -> int:
-        """Bytes that a recording may take."""
+        """The limit in bytes."""
         if self.gib is not None:
             return int(self.gib * GIB)
         return int(min(LARGEST_RECORDING * GIB, free_memory() / 2))
@@ -60,9 +60,9 @@ class Choice:
 
 @dataclass
 class Analysis:
-    """What came out. data: the content of the JSON file; maps: |Phi| of heads [H, T, T] by run, for pictures.
+    """The result of `analyze`. data: the content of the JSON file. maps: |Phi| of heads [H, T, T] by run, for pictures.
 
-    No maps where it comes from a file.
+    maps is empty for an analysis read from a file.
     """
 
     data: Analysed
@@ -70,18 +70,18 @@ class Analysis:
 
     @property
     def deviation(self) -> float:
-        """How far the conversion moved the outputs, relative to their range."""
+        """The largest change of outputs by the conversion, as a share of their range."""
         return self.data.conversion.deviation
 
 
 def analyze(
     pretrained: Pretrained, text: str, text_name: str, choice: Choice | None = None, report: Report | None = None
 ) -> Analysis:
-    """Convert a model, check that it says the same, and measure every chosen layer on the beginning of `text`.
+    """Convert a model, compare its outputs before and after, and measure every chosen layer on the start of `text`.
 
     Memory: the model, its outputs twice, and one recorded run of one layer at a time. The model gets its own mixers
-    back at the end. Raises InputError for a text of too few tokens, or layers and heads that are not there;
-    ConversionError for a model without a mixer that is known; RecordingError for a run larger than the limit.
+    back at the end. Raises InputError for a text with too few tokens, and for unknown layers and heads; ConversionError
+    for a model without a known mixer; RecordingError for a run larger than the limit.
     """
     choice, tell = choice or Choice(), report or (lambda step, done, of: None)
     model = pretrained.model
@@ -131,7 +131,7 @@ def analyze(
 
 
 class _Runs:
-    """Measures of every run of the chosen layers, gathered over several passes of the model."""
+    """The measures of every run of the chosen layers, from several passes of the model."""
 
     def __init__(self, layers: Sequence[Layer], choice: Choice, tell: Report) -> None:
         self.layers, self.choice, self.tell = layers, choice, tell
@@ -139,7 +139,7 @@ class _Runs:
         self._maps: dict[tuple[str, int, int], Tensor] = {}
 
     def over(self, model: nn.Module, ids: Tensor, converted: Converted, measure: Measure, step: str) -> None:
-        """Run the model and measure each run of each layer as it happens, keeping no more than maps."""
+        """Run the model and measure each run of each layer when it happens; only the maps are kept."""
         names = [layer.name for layer in self.layers]
         done: set[str] = set()
 
@@ -156,7 +156,7 @@ class _Runs:
             outputs(model, ids)
 
     def finish(self) -> tuple[list[Run], dict[str, Tensor]]:
-        """The runs in the order of the layers, each with a short name, and their maps by that name."""
+        """(the runs in the order of the layers, each with a short name; their maps by that name)."""
         for layer, short in zip(self.layers, short_names(self.layers), strict=True):
             mine = [run for run in self.runs.values() if run.layer == layer.name]
             both_ways = any(run.backward for run in mine)
@@ -180,9 +180,10 @@ def _identity(entry: Entry) -> Run:
 
 
 def chosen(spec: str | None, layers: Sequence[Layer]) -> list[Layer]:
-    """The layers that `0,4-7,model.layers.9.mixer` stands for: places in the list of converted layers, or names.
+    """The layers that a text such as `0,4-7,model.layers.9.mixer` names by place among the converted layers, or by
+    name.
 
-    All for None. Raises InputError, naming what there is.
+    All layers for None. Raises InputError, listing the layers.
     """
     if spec is None:
         return list(layers)
@@ -202,7 +203,7 @@ def chosen(spec: str | None, layers: Sequence[Layer]) -> list[Layer]:
 
 
 def outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    """What the model says of ids [1, T]: logits, or an encoder's hidden states, [1, T, ...]."""
+    """The model's outputs on ids [1, T]: logits, or an encoder's hidden states, [1, T, ...]."""
     out = model(ids)
     if isinstance(out, Tensor):
         return out
@@ -211,7 +212,9 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def short_names(layers: Sequence[Layer]) -> list[str]:
-    """Names without what all have in common at both ends, and the kind: backbone.layers.3.mixer is "3 S6"."""
+    """Names without the parts at both ends that all have in common, plus the kind: backbone.layers.3.mixer is "3
+    S6".
+    """
     parts = [layer.name.split(".") for layer in layers]
     while len(parts) > 1 and all(len(p) > 1 and p[0] == parts[0][0] for p in parts):
         parts = [p[1:] for p in parts]
@@ -227,7 +230,7 @@ def short_names(layers: Sequence[Layer]) -> list[str]:
 
 
 def peak_memory() -> float | None:
-    """GiB that this process has held at most, None where the system does not say."""
+    """The most GiB that this process has held, None where the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -245,13 +248,13 @@ def _timed(seconds: dict[str, float], name: str, tell: Report, step: str) -> Ite
 
 
 def _tokens(pretrained: Pretrained, text: str, most: int) -> tuple[Tensor, int | None]:
-    """ids [1, T] of the text's beginning, and the model's longest context if that is what cut it."""
+    """(ids [1, T] of the start of the text, the model's longest context where that limits T)."""
     ids = pretrained.encode(text[: 64 * most])
     longest = longest_context(pretrained.model)
     cut_to = longest if longest is not None and longest < min(most, ids.shape[1]) else None
     ids = ids[:, : cut_to or most]
     if ids.shape[1] < LEAST_TOKENS:
-        raise InputError(f"the text has {ids.shape[1]} tokens; memory shows from {LEAST_TOKENS} on")
+        raise InputError(f"the text has {ids.shape[1]} tokens; expected at least {LEAST_TOKENS}")
     embedding: Any = getattr(pretrained.model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", math.inf)
     if int(ids.max()) >= rows:
@@ -260,7 +263,7 @@ def _tokens(pretrained: Pretrained, text: str, most: int) -> tuple[Tensor, int |
 
 
 def _sentence(pretrained: Pretrained, text: str, tokens: int) -> Tensor:
-    """ids [1, T] of the first plain sentence of SENTENCE tokens, or of the text's beginning if it has none."""
+    """ids [1, T] of the first plain sentence of SENTENCE tokens, or of the start of the text if there is none."""
     start = text[: 64 * max(tokens, 1024)]
     shortest, longest = SENTENCE
     found = (pretrained.tokenize(s) for s in sentences(start))
@@ -280,7 +283,7 @@ def _check_heads(heads: slice | None, layers: Sequence[Layer]) -> None:
 
 
 def _bits_per_token(name: str, out: Tensor, ids: Tensor) -> float | None:
-    """How badly the model foresees the text; None for what are no logits of the next token."""
+    """Cross entropy in bits per token; None for outputs that are no logits of the next token."""
     if not name.endswith(("ForCausalLM", "LMHeadModel")) or out.shape[-1] <= int(ids.max()):
         return None
     nats = nn.functional.cross_entropy(out[0, :-1].float(), ids[0, 1:])
@@ -320,7 +323,7 @@ def _of_conversion(converted: Converted, before: Tensor, after: Tensor) -> recor
 
 
 def _states(converted: Converted) -> records.StateBytes:
-    """Bytes at each of CONTEXTS."""
+    """Bytes of state at each of CONTEXTS."""
     ran = [layer for layer in converted.layers if layer.state is not None]
     by_kind: dict[str, list[int]] = {}
     conv, cached = 0, [0] * len(CONTEXTS)
@@ -337,7 +340,7 @@ def _states(converted: Converted) -> records.StateBytes:
 
 
 def _costs(layers: Sequence[Layer], tokens: int) -> list[records.Costs]:
-    """Flops and bytes per token of each form, once for each recurrence and size."""
+    """The work of each form, one record for each recurrence and size."""
     found: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         if layer.state is not None:

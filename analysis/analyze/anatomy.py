@@ -1,4 +1,4 @@
-"""What one run of one converted layer shows: its memory, what it looks at, its state, its gates."""
+"""Measures of one run of a converted layer: memory, attention, state, gates."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from dsf.language.errors import InputError
 from dsf.trajectory import Trajectory
 
 WINDOW = 256  # tokens on which Phi is formed: it is quadratic in them
-CHANNELS = 16  # of systems whose channels have a Phi each, so many are looked at
-POINTS = 32  # of a curve along the sequence
-NUMBERS = 1 << 23  # eigenvalues that are computed at most
-WORK = 1 << 32  # multiplications that are spent at most on matrices of N x N
-NEVER = 1e9  # tokens: what halves later does not forget, but round
-EPS = 0.01  # of a state that is left at its horizon
+CHANNELS = 16  # number of channels looked at, where each has its own Phi
+POINTS = 32  # points of a curve along the sequence
+NUMBERS = 1 << 23  # most eigenvalues to compute
+WORK = 1 << 32  # most multiplications on matrices of N x N
+NEVER = 1e9  # tokens: longer half-lives are rounding errors, not forgetting
+EPS = 0.01  # share of a state that is left at its horizon
 
 
 def of_text(entry: Entry, run: Run) -> None:
-    """Measures over a recorded text, put into its run: of each head, and what is worth a picture of the whole layer."""
+    """Write into the run the measures over a recorded text: of each head, and of the whole layer for pictures."""
     t = entry.trajectory
     run.causal = is_causal(t)
     run.heads = [Head(head=h) for h in range(t.heads)]
-    if run.causal:  # attention both ways has no eigenvalues and no memory
+    if run.causal:  # attention to later tokens has neither eigenvalues nor a memory
         spectrum(t, run)
         memory(t, entry.layer.window, run)
     reach(t, run)
-    if t.attention is None:  # a KV cache is no such state
+    if t.attention is None:  # a KV cache has neither norm nor rank
         state(t, run)
 
 
 def of_sentence(entry: Entry, run: Run) -> Tensor:
-    """Phi and gates on a sentence, in reading order, put into its run.
+    """Write into the run Phi and gates on a sentence, in reading order.
 
-    Returns the heads' |Phi| [H, T, T], to draw and not to store.
+    Returns |Phi| of the heads, [H, T, T], for pictures; it is not stored.
     """
     t = entry.trajectory
     maps = attention_map(t)[0]
@@ -68,15 +68,16 @@ def of_sentence(entry: Entry, run: Run) -> Tensor:
 
 
 def is_causal(t: Trajectory) -> bool:
-    """Whether no token sees a later one; only attention may."""
+    """False for attention in which a token sees later ones, else True."""
     seen = None if t.attention is None else t.attention.seen
     return seen is None or not bool(seen.triu(1 + seen.shape[-1] - seen.shape[-2]).any())
 
 
 def received(maps: Tensor) -> Tensor:
-    """How much the others look at each token, over how much they look at tokens as far away, [T] of maps [H, T, T].
+    """How much the other tokens look at each token, [T], from maps [H, T, T].
 
-    1 for a token like any other; a token's own row is left out.
+    Relative to how much they look at tokens of the same distance, so 1 for an average token; a token's own row is left
+    out.
     """
     share = maps.double().mean(0)
     share = share - share.diagonal().diag()
@@ -101,9 +102,10 @@ def spectrum(t: Trajectory, run: Run) -> None:
 
 
 def memory(t: Trajectory, window: int | None, run: Run) -> None:
-    """Half-lives and horizons in tokens, erasure included; softmax attention keeps everything.
+    """Write half-lives and horizons in tokens, with erasure; infinite for softmax attention.
 
-    Only the window, in tokens, of what keeps it whole and drops the rest (attention with a window, convolutions).
+    For attention with a window and for convolutions, which keep tokens whole and drop the others, only the window in
+    tokens.
     """
     if t.attention is not None:
         if window is not None:
@@ -129,7 +131,7 @@ def memory(t: Trajectory, window: int | None, run: Run) -> None:
 
 
 def reach(t: Trajectory, run: Run) -> None:
-    """Mean attention distance and effective state size, from Phi on the first WINDOW tokens."""
+    """Write the mean attention distance and the effective state size, from Phi on the first WINDOW tokens."""
     part = t.select(tokens=slice(0, WINDOW)) if t.tokens > WINDOW else t
     if part.attention is None:
         part = part.select(channels=slice(0, CHANNELS))
@@ -152,7 +154,7 @@ def reach(t: Trajectory, run: Run) -> None:
 
 
 def _first_keys(t: Trajectory, places: int) -> Trajectory:
-    """Attention of the first tokens without the keys after them, which a cut of the queries leaves in."""
+    """Attention of the first tokens without later keys, which a cut of the queries leaves in."""
     a = t.attention
     assert a is not None
     seen, bias = (x if x is None else x[..., :places] for x in (a.seen, a.bias))
@@ -160,7 +162,7 @@ def _first_keys(t: Trajectory, places: int) -> Trajectory:
 
 
 def state(t: Trajectory, run: Run) -> None:
-    """Norm and effective rank of S_t along the text, and mean gates."""
+    """Write the norm and the effective rank of S_t along the text, and mean gates."""
     every = max(1, t.tokens // POINTS)
     norms = state_norms(t)[0, every - 1 :: every]
     ranks = effective_rank(t, every)[0]
@@ -176,7 +178,7 @@ def state(t: Trajectory, run: Run) -> None:
 
 
 def affordable(t: Trajectory) -> Trajectory:
-    """The first tokens of the trajectory, so many that NUMBERS and WORK suffice; at least four."""
+    """The trajectory cut to its first tokens, as many as NUMBERS and WORK allow, at least four."""
     if t.attention is not None:
         return t
     n, p = t.state_size
@@ -190,7 +192,7 @@ def affordable(t: Trajectory) -> Trajectory:
 
 
 def rounded(x: Tensor, digits: int = 4) -> Any:
-    """A tensor as nested lists of so many significant digits."""
+    """A tensor as nested lists, rounded to this number of significant digits."""
     values = x.double()
     size = torch.where(values == 0, 1.0, values.abs()).log10().floor()
     scale = 10.0 ** (digits - 1 - size)

@@ -1,4 +1,4 @@
-"""What was found of a layer, in one sentence: how long it remembers, how far it looks, what of its state it uses."""
+"""One sentence about a layer: how long it remembers, how far it looks, how much of its state it uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ APART = 4.0  # heads whose distances differ by this factor are unlike
 
 
 def in_a_sentence(run: Run, tokens: int) -> str:
-    """One sentence about a run of a layer (a record of `analyze`).
+    """One sentence about a run of a layer, from its record.
 
-    tokens: over which distances were measured; looking at all of them alike is a quarter of them back on average, a
-    third where later ones are read too.
+    tokens: the length on which distances were measured. Looking at all tokens alike gives a mean distance of a quarter
+    of it, or a third where later tokens are read too.
     """
     parts = [_memory(run), _distance(run, tokens), _used(run)]
     parts = [part for part in parts if part]
@@ -25,7 +25,7 @@ def in_a_sentence(run: Run, tokens: int) -> str:
 
 
 def map_words(run: Run) -> str:
-    """What a map of a sentence shows, in a few words."""
+    """A few words about a run's map of a sentence."""
     parts = []
     if run.distance is not None:
         parts.append(f"looks {run.distance:.3g} tokens back on the text")
@@ -39,7 +39,7 @@ def map_words(run: Run) -> str:
 
 
 def spectrum_words(found: Eigenvalues) -> str:
-    """Where eigenvalues lie, in a few words."""
+    """A few words about the distribution of eigenvalues."""
     parts = found.percentiles
     return f"median {parts.median:.2f}, 80 % between {parts.low:.2f} and {parts.high:.2f}"
 

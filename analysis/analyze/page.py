@@ -1,9 +1,8 @@
-"""The page of `dsf analyze`: an Analysis as one HTML file, and its pictures as PNG on request."""
+"""The page of `dsf analyze`: an Analysis as one HTML file, and its figures."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,22 +25,22 @@ from dsf.analysis.report import (
     text,
 )
 from dsf.analysis.report.figures import colors as palette
-from dsf.analysis.report.figures import png, ramp, svg
+from dsf.analysis.report.figures import ramp, svg
 
-FEW = 6  # maps that are shown at once; the others are folded away
+FEW = 6  # maps shown at once; the others are folded
 TERMS = {
     **{word: WORDS[word] for word in ("State", "Eigenvalue", "Half-life", "Kernel")},
     "Horizon": f"After how many tokens {EPS:.0%} of what was written is left: as far back as a mixer can remember.",
     "Effective state size": "How many numbers of the past the future really depends on. A state may hold a thousand "
     "numbers and use three.",
-    "Decay, erase, write": "What a token does to the state: the share that it lets stand, the share that it takes "
-    "away in one direction (delta rules), and how much it puts in.",
+    "Decay, erase, write": "What a token does to the state: the share that it keeps, the share that it erases "
+    "in one direction (delta rules), and how much it writes.",
     "Head": "Mixers work in several copies side by side, each with a state of its own.",
 }
 
 
 class Report:
-    """The report of an Analysis: page() and write_pngs(). Every layer has its colour, blue to red by depth."""
+    """The report of an Analysis: page() and figures. Every layer has a colour, from blue to red by depth."""
 
     def __init__(self, analysis: Analysis) -> None:
         self.data, self.runs, self.pieces = analysis.data, analysis.data.runs, analysis.data.text.pieces
@@ -54,17 +53,9 @@ class Report:
         self.maps = analysis.maps or {r.name: torch.tensor([r.shares]) for r in self.runs}  # or the mean of the heads
         self.of_heads = bool(analysis.maps)
 
-    def write_pngs(self, folder: Path) -> list[Path]:
-        """Every picture as folder/<picture>.png; returns the paths."""
-        paths = []
-        for name, drawn in self.figures.items():
-            paths.append(folder / f"{_file_name(name)}.png")
-            png(drawn, paths[-1])
-        return paths
-
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """All figures, name -> matplotlib figure."""
+        """All matplotlib figures by name."""
         colors, drawn, runs = self.colors, {}, self.runs
         if self.forgetting:
             drawn["half_lives"] = compare_pictures.lives(dict(reversed(self.forgetting.items())), colors, "tokens")
@@ -116,7 +107,7 @@ class Report:
         )  # fmt: skip
         self.drawn = {name: svg(drawn, name.replace("_", " ")) for name, drawn in self.figures.items()}
         self.layers(out)
-        out.section("How to read this", "Eight words are enough for every picture below.", terms(TERMS))
+        out.section("How to read this", "Eight terms are enough for all pictures below.", terms(TERMS))
         self.attention(out)
         self.memory(out)
         self.used(out)
@@ -128,7 +119,7 @@ class Report:
         return out
 
     def layers(self, out: Page) -> None:
-        """The first tables: layers, then heads."""
+        """Add the tables of layers and heads."""
         out.section(
             "Layer by layer",
             "One line a mixer; click a heading to sort by it, point at one to see what it means.",
@@ -140,7 +131,7 @@ class Report:
         )
 
     def attention(self, out: Page) -> None:
-        """Kernel matrices and distances."""
+        """Add the section of kernel matrices and distances."""
         shown = [self.runs[i] for i in pictures.spread(len(self.runs), FEW)]
         folded = [run for run in self.runs if run not in shown]
         maps = {
@@ -154,9 +145,8 @@ class Report:
                 self.drawn["maps"],
                 f"All layers {'and heads ' * self.of_heads}at once",
                 f"A column a layer, {'a square a head' if self.of_heads else 'the mean of its heads'}, the sentence "
-                "running down and to the right in each. A thin "
-                "diagonal looks at the newest tokens only, a full triangle at everything, a dark left edge at the "
-                "beginning of the text."
+                "running down and to the right in each. A thin diagonal looks at the newest tokens only, a full "
+                "triangle at everything, a dark left edge at the beginning of the text."
                 + (f" Of many, {most[0]} heads and {most[1]} layers are drawn." if cut else ""),
             ),
             text(
@@ -176,7 +166,7 @@ class Report:
                 figure(
                     self.drawn["distances"],
                     "How far back each head looks",
-                    f"Dots are heads, dashes layers: how many tokens back an output takes from, weighed by how much. "
+                    f"Dots are heads, dashes layers: how many tokens back an output takes from, weighted by how much. "
                     f"Looking at everything alike would give {alike} of {min(self.data.window, self.data.text.tokens)} "
                     f"tokens; the farthest-looking head, in layer {far[1]}, looks {far[0]:.0f} back.",
                 )
@@ -186,7 +176,7 @@ class Report:
         )
 
     def memory(self, out: Page) -> None:
-        """Half-lives and eigenvalues."""
+        """Add the section of half-lives and eigenvalues."""
         blocks = []
         if "half_lives" in self.drawn:
             slow, life = max(self.forgetting.items(), key=lambda pair: pair[1].percentiles.high)
@@ -195,9 +185,8 @@ class Report:
                     self.drawn["half_lives"],
                     "How long each layer remembers",
                     "Tokens until half of what was written is gone: the dot is the median over all parts of the state, "
-                    "the bar runs from the 10th to the 90th percentile. The longest memory is in layer "
-                    f"{slow}, whose slowest tenth halves in {duration(life.percentiles.high)} "
-                    "tokens or more.",
+                    f"the bar runs from the 10th to the 90th percentile. The longest memory is in layer {slow}, whose "
+                    f"slowest tenth halves in {duration(life.percentiles.high)} tokens or more.",
                 )
             )
         if any(r.kind == "softmax" for r in self.runs):
@@ -225,18 +214,18 @@ class Report:
                 details("As histograms, one a layer", grid(histograms, 245)),
             ]
         if not blocks:
-            blocks.append(text("Attention that sees both ways is no recurrence in time: it has no memory to measure."))
+            blocks.append(text("Attention to later tokens is no recurrence in time, so it has no memory to measure."))
         out.section("What they remember", "How fast each layer forgets while it reads the text.", *blocks)
 
     def used(self, out: Page) -> None:
-        """Effective state sizes, norms and ranks."""
+        """Add the section of effective state sizes, norms and ranks."""
         blocks = []
         if "effective_state_entropy" in self.drawn:
             blocks += [
                 figure(
                     self.drawn["effective_state_entropy"],
                     "Effective state size, by entropy",
-                    "How many numbers of the past the rest of the text depends on, weighed by how much they matter. 1 "
+                    "How many numbers of the past the rest of the text depends on, weighted by their importance. 1 "
                     "means that one summary of the past is all that counts.",
                 ),
                 figure(
@@ -251,12 +240,12 @@ class Report:
                 figure(
                     self.drawn["state_norm"],
                     "Size of the state while reading",
-                    "A level line has found its balance of writing and forgetting; a rising one is still filling up.",
+                    "A level line: writing and forgetting are in balance. A rising line: the state still grows.",
                 ),
                 figure(
                     self.drawn["state_rank"],
                     "Effective rank of the state while reading",
-                    "In how many directions the state is really spread: how many different things it holds at once.",
+                    "Number of directions over which the state is spread: how many different things it holds.",
                 ),
             ]
         if blocks:
@@ -268,7 +257,7 @@ class Report:
             )
 
     def tokens(self, out: Page) -> None:
-        """What single tokens do."""
+        """Add the section of single tokens: attention received, decay, erasure, writing."""
         titles = {
             "received": (
                 "How much later tokens look at each token",
@@ -280,9 +269,9 @@ class Report:
                 "Dark: the token puts much into the state. Relative to each layer's strongest.",
             ),
             "decay": (
-                "How much each token lets stand",
+                "How much of the state each token keeps",
                 "The share of the state that the token keeps: dark is each layer's largest, pale its smallest. At a "
-                "pale token the layer makes room.",
+                "pale token the layer clears most.",
             ),
             "erase": (
                 "How much each token erases",
@@ -297,7 +286,7 @@ class Report:
         out.section("What each token does", "The same sentence, token by token, a row a layer.", *blocks)
 
     def keeps(self, out: Page) -> None:
-        """State size against context."""
+        """Add the section of state size against context."""
         out.section(
             "What it keeps",
             "Memory for one sequence in float32, all converted layers together. A KV cache grows with every token "
@@ -316,7 +305,7 @@ class Report:
         )
 
     def costs(self, out: Page) -> None:
-        """Work of every form."""
+        """Add the section of the work of every form."""
         out.section(
             "What it costs",
             f"Work of one layer's recurrence on {self.data.text.tokens} tokens, in every form that it can be computed "
@@ -325,27 +314,27 @@ class Report:
         )
 
     def conversion(self, out: Page) -> None:
-        """What was converted, what was left alone, and how far outputs moved."""
+        """Add the section of what was converted, what was left alone, and the change of outputs."""
         found = self.data.conversion
         verdict = "within" if found.deviation <= LAW else "**more than**"
         systems = {x.recurrence: x.system for x in found.layers}
         out.section(
             "What was converted",
             "Every mixer below ran as a recurrence of this library while all of the above was measured. If that "
-            "changed what the model says, nothing above would be about this model.",
+            "had changed the model's outputs, the report would not be about this model.",
             text(
-                f"On the text, outputs moved by at most {found.largest_difference:.1g} where they span "
+                f"On the text, outputs changed by at most {found.largest_difference:.1g} where they span "
                 f"{found.range:.3g}: {found.deviation:.1g} of their range, {verdict} the {LAW:.0e} allowed."
             ),
             tables.converted(self.data),
             tables.left_alone(found.left_alone)
             if found.left_alone
-            else text("Nothing that mixes tokens was left alone."),
+            else text("All modules that mix tokens were converted."),
             *(details(f"`{name}` as declared", code(system)) for name, system in systems.items()),
         )
 
     def what_was_run(self, out: Page) -> None:
-        """Machine, versions, sizes."""
+        """Add the section of machine, versions and sizes."""
         box, words, model = self.data.machine, self.data.text, self.data.model
         rows = {
             "Model": f"{model.about}; class {model.class_}, {model.parameters:,} parameters, float32",
@@ -354,11 +343,6 @@ class Report:
             "Machine": f"{box.cpu}, {box.cores} cores, {box.system}",
             "Versions": f"dsf {self.data.dsf}, torch {box.torch}, Python {box.python}",
             "Time": ", ".join(f"{name} {value:.1f} s" for name, value in self.data.seconds.items()),
-            "Memory": f"{self.data.peak_gib:.1f} GiB at most" if self.data.peak_gib else "not told by this system",
+            "Memory": f"{self.data.peak_gib:.1f} GiB at most" if self.data.peak_gib else "not reported by this system",
         }
         out.section("What was run", "Everything needed to repeat it.", terms(rows))
-
-
-def _file_name(name: str) -> str:
-    words = name.replace("←", "backward").replace("→", "forward")
-    return "_".join("".join(c if c.isalnum() or c in "._-" else " " for c in words).split())

@@ -1,4 +1,4 @@
-"""The pictures of `dsf analyze`: each a function of the runs (dsf.analysis.analyze) that returns a figure."""
+"""The figures of `dsf analyze`: each a function of records of runs that returns a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_COLUMNS, MOST_HEADS, MOST_LAYERS = 16, 9, 32  # of the wall of maps
 
 
 def spectra(found: Mapping[str, Eigenvalues], colors: Colors) -> Any:
-    """Eigenvalues of every layer: a row each, darker where more of them are (square-root scale)."""
+    """Eigenvalues of every layer, a row each; darker where more of them are (square-root scale)."""
     shape = next(iter(found.values())).histogram
     figure, axes = new_figure(WIDE, ROW * len(found) + 0.75)
     for place, (name, values) in enumerate(found.items()):
@@ -45,7 +45,7 @@ def spectra(found: Mapping[str, Eigenvalues], colors: Colors) -> Any:
 
 
 def heads(found: Mapping[str, Sequence[float]], colors: Colors, label: str, width: float = HALF) -> Any:
-    """A number of every head, a column a layer: dots are heads, the dash their median. Zeros are left out."""
+    """A number of every head, a column a layer: a dot a head, a dash at the median. Zeros are left out."""
     figure, axes = new_figure(width, 3.2)
     for place, (name, every) in enumerate(found.items()):
         values = [x for x in every if x]
@@ -63,7 +63,7 @@ def heads(found: Mapping[str, Sequence[float]], colors: Colors, label: str, widt
 
 
 def along(found: Mapping[str, tuple[list[int], list[float]]], colors: Colors, label: str) -> Any:
-    """A number of the state along the text, after so many tokens, a line a layer."""
+    """A number of the state along the text, a line a layer."""
     figure, axes = new_figure(HALF, 3.2)
     for name, line in found.items():
         axes.plot(*line, color=colors[name], lw=1.5, alpha=0.9)
@@ -86,9 +86,9 @@ def along(found: Mapping[str, tuple[list[int], list[float]]], colors: Colors, la
 
 
 def tokens(found: Mapping[str, Sequence[float]], colors: Colors, key: str, pieces: Sequence[str]) -> Any:
-    """A number of every token of the sentence, a row a layer: pale to dark from zero to the row's largest.
+    """A number of every token of the sentence, a row a layer, from pale (zero) to dark (the row's largest).
 
-    Decays from the smallest on; what is looked at with contrast, for the first token often towers above the rest.
+    Decays begin at the row's smallest; attention received has more contrast, as the first token often receives most.
     """
     size = len(pieces)
     long = max(map(len, pieces)) > 1
@@ -143,9 +143,9 @@ def wall(maps: Mapping[str, Tensor], colors: Colors) -> Any:
 def state_bytes(
     by_kind: Mapping[str, Sequence[int]], contexts: Sequence[int], colors: Colors, if_cached: Sequence[int]
 ) -> Any:
-    """Bytes that one sequence keeps against the context, a line a kind of layer, both axes logarithmic.
+    """Bytes of one sequence's state against the context, a line a kind of layer, both axes logarithmic.
 
-    if_cached: what the recurrent layers would keep as attention, dashed; left out where there are none.
+    if_cached: bytes of the recurrent layers if they were attention, dashed; empty where there are none.
     """
     figure, axes = new_figure(WIDE, 3.4)
     lines: dict[str, tuple[Sequence[int], str, Any]] = {
@@ -177,14 +177,14 @@ def state_bytes(
 
 
 def spread(number: int, most: int) -> list[int]:
-    """At most `most` of 0 … number - 1, the first and the last among them, evenly apart."""
+    """At most `most` evenly spaced numbers of 0 … number - 1, with the first and the last."""
     if number <= most:
         return list(range(number))
     return sorted({round(i * (number - 1) / max(1, most - 1)) for i in range(most)})
 
 
 def _tinted(shade: Tensor, color: str) -> Tensor:
-    """[T, T, 4]: color, as opaque as shade says."""
+    """[T, T, 4]: the color, with shade as its opacity."""
     from matplotlib.colors import to_rgb
 
     out = torch.tensor([*to_rgb(color), 0.0]).expand(*shade.shape, 4).clone()
@@ -206,7 +206,7 @@ def _name_columns(axes: Any, names: Sequence[str]) -> None:
 
 
 def _plain_ticks(axes: Any) -> None:
-    """1, 2, 5, 10 … in place of powers, as few as say enough."""
+    """Ticks at 1, 2, 5, 10 … instead of powers, as few as suffice."""
     low, high = axes.get_ylim()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     marks: list[float] = []

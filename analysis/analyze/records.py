@@ -1,4 +1,4 @@
-"""What an analysis finds, as validated records: the JSON file of `dsf analyze`."""
+"""The records of an analysis: the JSON file of `dsf analyze`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsf.analysis.records import (
 
 
 class EffectiveSize(Record):
-    """Numbers of the past that the future depends on: by tolerance, by entropy."""
+    """Effective state sizes, by tolerance and by entropy."""
 
     tolerance: float
     entropy: float
@@ -34,7 +34,7 @@ class State(Record):
 
 
 class Along(Record):
-    """Norm and effective rank of the state after so many tokens, mean of the heads."""
+    """Norm and effective rank of the state after these numbers of tokens, mean of the heads."""
 
     tokens: list[int]
     norm: list[Number]
@@ -42,7 +42,7 @@ class Along(Record):
 
 
 class Gates(Record):
-    """What a token lets stand, takes away and puts in, mean over the text; None for what is not finite."""
+    """Mean gate strengths over the text: decay, erasure, writing; None for a mean that is not finite."""
 
     decay: float | None = None
     erase: float | None = None
@@ -50,7 +50,7 @@ class Gates(Record):
 
 
 class Head(Record):
-    """One head of a run. distance: how many tokens back it looks, mean. eigenvalues: of real parts."""
+    """One head of a run. distance: mean distance in tokens of what it looks at. eigenvalues: of real parts."""
 
     head: int
     eigenvalues: Percentiles | None = None
@@ -63,11 +63,11 @@ class Head(Record):
 
 
 class Run(Record):
-    """One run of one layer over the text, and over a sentence. What a mixer has no measure of is None.
+    """One run of one layer over the text and over a sentence. Measures that a mixer does not have are None.
 
-    call, part: which run, where a layer runs several times. window: tokens that are kept whole, the rest dropped.
-    shares: of each token of the sentence in each output [T, T]; received: how much the others look at each token;
-    decay, erase, write: of each token of the sentence. found: all this in one sentence.
+    call, part: the run's numbers, where a layer runs several times. window: tokens kept whole, where all others are
+    dropped. shares [T, T]: of each token of the sentence in each output. received: how much the other tokens look at
+    each token. decay, erase, write: of each token of the sentence. found: a sentence about all this.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Run(Record):
 
 
 class Model(Record):
-    """What was analysed."""
+    """The analysed model."""
 
     name: str
     about: str
@@ -109,7 +109,7 @@ class Model(Record):
 
 
 class ConvertedLayer(Record):
-    """A layer that ran as a recurrence. heads, N, P: of its state, None where it never ran."""
+    """A layer that ran as a recurrence. heads, N, P: of its state, None for a layer that never ran."""
 
     name: str
     kind: str
@@ -133,7 +133,7 @@ class LeftAlone(Record):
 
 
 class Conversion(Record):
-    """What was converted, and how far it moved the outputs: at most, of which range, and the share of that range."""
+    """The converted layers, and the change of outputs: the largest one, their range, and its share of the range."""
 
     layers: list[ConvertedLayer]
     left_alone: list[LeftAlone]
@@ -143,7 +143,9 @@ class Conversion(Record):
 
 
 class ReadText(Record):
-    """What was read. cut_to_context: the model's longest context, if that is what cut it. pieces: of the sentence."""
+    """The text that was read. cut_to_context: the model's longest context, where that cut the text. pieces: of the
+    sentence.
+    """
 
     name: str
     tokens: int
@@ -154,9 +156,9 @@ class ReadText(Record):
 
 
 class StateBytes(Record):
-    """Bytes (float32) that one sequence keeps at each context: by kind of layer, and of convolutions apart.
+    """Bytes (float32) that one sequence keeps at each context, by kind of layer; of convolutions apart.
 
-    recurrent_if_cached: what the recurrent layers would keep as softmax attention with keys and values of their width.
+    recurrent_if_cached: of the recurrent layers if they were softmax attention with keys and values of their widths.
     """
 
     bytes_by_kind: dict[str, list[int]]
@@ -165,14 +167,14 @@ class StateBytes(Record):
 
 
 class Work(Record):
-    """Of one form, a token."""
+    """The work of one form, per token."""
 
     flops: float
     bytes: float
 
 
 class Costs(Record):
-    """Work of every form of a recurrence of one size, which so many layers run."""
+    """The work of every form of a recurrence of one size, and the number of layers with it."""
 
     recurrence: str
     kind: str
@@ -184,7 +186,7 @@ class Costs(Record):
 
 
 class Analysed(File):
-    """The content of the JSON file. window: tokens on which Phi was formed. contexts: of the bytes kept."""
+    """The content of the JSON file. window: tokens on which Phi was computed. contexts: of the bytes of state."""
 
     schema_: Literal["dsf.analyze/1"] = schema_field("dsf.analyze/1")
     dsf: str

@@ -1,4 +1,4 @@
-"""The tables of `dsf analyze`: each a function of its data (dsf.analysis.analyze) that returns a block of the page."""
+"""The tables of `dsf analyze`: each a function of its records that returns a block of the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_CONTEXTS = (1024, 4096, 65_536, 1_048_576)
 
 
 def layers(data: Analysed, colors: Colors) -> Block:
-    """One line a layer (or run of a layer)."""
+    """The table of layers, or runs of layers: one row each."""
     columns = [
         Column("layer", "place in the model, and kind of mixer; ← reads from right to left", "ascending"),
         Column("structure", "of the transition A"),
@@ -37,7 +37,7 @@ def layers(data: Analysed, colors: Colors) -> Block:
 
 
 def heads(data: Analysed, colors: Colors) -> Block:
-    """One line a head."""
+    """The table of heads: one row each."""
     columns = [Column("layer", "", "ascending"), Column("head"), *_measured(data)]
     rows = [
         [
@@ -52,7 +52,7 @@ def heads(data: Analysed, colors: Colors) -> Block:
 
 
 def _filled(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> Block:
-    """A table without the columns that no row has a number for."""
+    """A table without the columns in which no row has a number."""
     kept = [i for i in range(len(columns)) if any(row[i].sort is None or row[i].sort == row[i].sort for row in rows)]
     return table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
@@ -65,9 +65,9 @@ def _measured(data: Analysed) -> list[Column]:
         Column("looks back", f"mean distance in tokens, on the first {data.window} tokens"),
         Column("effective state", "numbers of the past that the future depends on, a channel (entropy)"),
         Column("rank", "effective rank of the state at the end of the text"),
-        Column("decay", "share of the state that a token lets stand, mean"),
-        Column("erase", "share that a token takes away in its own direction, mean"),
-        Column("write", "norm of what a token puts in, mean"),
+        Column("decay", "share of the state that a token keeps, mean"),
+        Column("erase", "share that a token erases in one direction, mean"),
+        Column("write", "norm of what a token writes, mean"),
     ]
 
 
@@ -83,7 +83,7 @@ def _measures(of: Run | Head, window: int | None, rank: float | None) -> list[Ce
 
 
 def state(data: Analysed, colors: Colors) -> Block:
-    """Bytes kept at some contexts, by kind of layer."""
+    """The table of bytes kept at some contexts, by kind of layer."""
     contexts, lines = data.contexts, dict(data.state.bytes_by_kind)
     columns = [Column("kind of layer"), *(Column(f"at {c:,} tokens") for c in SHOWN_CONTEXTS)]
     if data.state.convolutions:
@@ -99,7 +99,7 @@ def state(data: Analysed, colors: Colors) -> Block:
 
 
 def costs(data: Analysed) -> Block:
-    """Work per token of every form."""
+    """The table of work per token of every form."""
     columns = [
         Column("recurrence", "and how many layers run it"),
         Column("heads, N, P"),
@@ -122,9 +122,9 @@ def costs(data: Analysed) -> Block:
 
 
 def converted(data: Analysed) -> Block:
-    """What was converted, module by module."""
+    """The table of converted modules."""
     columns = [Column("module"), Column("kind"), Column("runs as"), Column("parameters", "projections included")]
-    columns.append(Column("where the original is wrong", "and this library is not"))
+    columns.append(Column("notes", "where the original is wrong and the converted layer is right"))
     rows = [
         [
             Cell(x.name),
@@ -139,13 +139,13 @@ def converted(data: Analysed) -> Block:
 
 
 def left_alone(entries: Sequence[LeftAlone]) -> Block:
-    """What was not converted, and why."""
+    """The table of modules that were not converted, with reasons."""
     rows = [[Cell(x.name), Cell(x.type), Cell(x.why)] for x in entries]
     return table([Column("left alone"), Column("class"), Column("because")], rows)
 
 
 def nbytes(number: float) -> str:
-    """Bytes as people read them: 512 B, 1.5 KiB, 48 MiB."""
+    """A readable number of bytes: 512 B, 1.5 KiB, 48 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
             return f"{number:.3g} {unit}"
@@ -154,7 +154,7 @@ def nbytes(number: float) -> str:
 
 
 def _life(found: float | None, window: int | None) -> Cell:
-    """A half-life or horizon; for what drops all at once, how much it keeps."""
+    """The cell of a half-life or horizon; of a window, for a layer that drops older tokens at once."""
     if found is None and window is not None:
         return Cell(f"window {window}", window, note="kept whole, then dropped")
     if found is None:

@@ -1,4 +1,4 @@
-"""`compare`: mixers in the same tiny language model on the same text; numbers for a report and a JSON file."""
+"""`compare`: train mixers in the same small language model on the same text, and measure them, for a report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup
 
-LAW = 1e-9  # how far forms may be apart in float64
+LAW = 1e-9  # largest relative error of a form in float64
 CONTEXTS = tuple(4**i for i in range(11))  # 1 … 1,048,576 tokens
 PAPER_WIDTH, PAPER_HEADS = 2048, 16  # a layer of a 1.3B model
 LAW_TOKENS, SPEED_TOKENS = 80, 256
@@ -37,10 +37,10 @@ Report = Callable[[str, int, int, float], None]  # (what is trained, steps done,
 
 
 class Comparison(File):
-    """What was run and what came out, the content of compare.json. failed: name -> what went wrong.
+    """Settings and results of a comparison: the content of compare.json. dsf.analysis.compare.saved reads it.
 
-    parameters_apart: how much larger the largest model is than the smallest, as a share. worst_disagreement: of any
-    form of any mixer. seconds: that it took. dsf.analysis.compare.saved reads it back.
+    parameters_apart: by which share the largest model has more parameters than the smallest. worst_disagreement: the
+    largest relative error of any form of any mixer. seconds: the duration. failed: name -> the error.
     """
 
     schema_: Literal["dsf.compare/2"] = schema_field("dsf.compare/2")
@@ -71,17 +71,17 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What progress calls it."""
+        """Its name in progress reports."""
         return find(self.given).name + (", paper's layer" if self.kind == "paper" else "")
 
     @property
     def steps(self) -> int:
-        """Training steps in all."""
+        """Its number of training steps."""
         return self.protocol.steps(self.setup, self.kind)
 
 
-# What a layer learnt, and of the equal layer what is measured on the trained model, with inputs to time forms on.
-Result = tuple[Learnt, "tuple[dict[str, Any], dict[str, Tensor]] | None"] | str
+# What a layer learnt, and of the equal layer the mixer's record, with inputs to time forms on; or what went wrong.
+Result = tuple[Learnt, "tuple[MixerRecord, dict[str, Tensor]] | None"] | str
 
 
 def compare(
@@ -94,15 +94,15 @@ def compare(
 ) -> Comparison:
     """Train and measure every mixer of `given` (names or file.py:function) on `text`.
 
-    Every recurrence gets the same `Layer`; the paper's own layer is trained beside it (protocol.papers). MLPs are as
-    wide as makes all models' parameters equal. report: called as steps are done. workers: processes that train side by
-    side, one thread each (two at most unless told, one on a GPU; the numbers do not depend on it). A mixer that fails
-    is listed in `failed` and the others go on. Raises InputError for sizes at which parameters cannot be made equal.
+    Every recurrence is trained in the same `Layer`, and beside it in its paper's layer (protocol.papers). The widths of
+    the MLPs make the parameters of all models equal. report: called when steps are done. workers: processes that train
+    at the same time, with one thread each; by default at most two, one on a GPU; results do not depend on it. A mixer
+    that fails is listed in `failed`. Raises InputError for sizes for which parameters cannot be made equal.
     """
     begin = time.perf_counter()
     subjects = [find(g) for g in given]
     sentence = text.sentence()
-    wanted = [(s, kind) for s in subjects for kind in fair.kinds(s, protocol)]
+    wanted: list[tuple[Subject, Kind]] = [(s, kind) for s in subjects for kind in fair.kinds(s, protocol)]
     setups = fair.matched([fair.maker(s, kind) for s, kind in wanted], setup)
     jobs = [Job(s.given, kind, text, own, protocol, sentence) for (s, kind), own in zip(wanted, setups, strict=True)]
     usual = 1 if setup.device != "cpu" else min(2, os.cpu_count() or 1)
@@ -118,7 +118,10 @@ def compare(
         if isinstance(paper, str):
             failed[f"{subject.name}, paper's layer"] = paper
             paper = None
-        mixers.append(_assembled(subject, equal, None if paper is None else paper[0]))
+        assert equal[1] is not None  # measured of the equal layer
+        record, inputs = equal[1]
+        speeds = probe.speeds(subject.recurrence, inputs)
+        mixers.append(record.model_copy(update={"paper": paper and paper[0], "tokens_per_second": speeds}))
     sizes = [c.parameters.model for m in mixers for c in m.columns]
     return Comparison(
         dsf=dsf.__version__,
@@ -142,34 +145,18 @@ def compare(
     )
 
 
-def _assembled(subject: Subject, equal: Any, paper: Learnt | None) -> MixerRecord:
-    learnt, (measured, inputs) = equal
-    return MixerRecord(
-        name=subject.name,
-        given=subject.given,
-        summary=subject.summary,
-        source=subject.source,
-        system=str(subject.recurrence),
-        structure=subject.recurrence.spec.structure,
-        equal=learnt,
-        paper=paper,
-        tokens_per_second=probe.speeds(subject.recurrence, inputs),
-        **measured,
-    )
-
-
 def _in_turn(jobs: list[Job], report: Report | None) -> list[Result]:
     return [_measure(job, report) for job in jobs]
 
 
 def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Result]:
-    """The jobs in several processes, results in the order of jobs; progress comes back through a queue."""
+    """Run the jobs in several processes; results are in the order of jobs, progress comes through a queue."""
     context = mp.get_context("spawn")
     news: Any = context.Queue()
     with ProcessPoolExecutor(workers, context, initializer=_worker, initargs=(news,)) as pool:
         others = mp.active_children()
         try:
-            with _without_interrupts():  # one that came meanwhile is raised at its end
+            with _without_interrupts():  # a Ctrl-C inside is raised at the block's end
                 futures: list[Future[Result]] = [pool.submit(_measure_there, job) for job in jobs]
             waiting: set[Future[Result]] = set(futures)
             while waiting:
@@ -187,9 +174,10 @@ def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Resu
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes started in here do not see Ctrl-C, of which each would print what it was importing; it waits for us.
+    """Processes that are started inside the block do not receive Ctrl-C; this process receives it at the block's end.
 
-    They inherit the mask. Another thread of ours may take the signal, so that it is also noted down until the end.
+    They inherit the signal mask, so that they print no traceback while they import. As another thread of this process
+    may receive the signal, a handler notes it until the end.
     """
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
@@ -221,9 +209,9 @@ def _worker(news: Any) -> None:
     global _news
     _news = news
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(1)
-    # Tensors go back by value: sharing them by file descriptor fails once their process has ended.
+    # Results that share memory by file descriptor would be lost when their process ends.
     torch.multiprocessing.set_sharing_strategy("file_system")
 
 
@@ -232,7 +220,7 @@ def _measure_there(job: Job) -> Result:
 
 
 def _measure(job: Job, report: Report | None) -> Result:
-    """What one layer learnt and is made of, or what went wrong. One thread: others run beside it."""
+    """Train one layer and measure it, in one thread; returns the error's text where that fails."""
     subject = find(job.given)
 
     def tell(step: int, bits: float) -> None:
@@ -242,13 +230,13 @@ def _measure(job: Job, report: Report | None) -> Result:
     try:
         with probe.threads(1):
             learnt, model = fair.learn(subject, job.kind, job.text, job.setup, job.protocol, tell)
-            return learnt, _opened(subject, model.cpu(), job) if job.kind == "equal" else None
+            return learnt, _opened(subject, learnt, model.cpu(), job) if job.kind == "equal" else None
     except (dsf.DsfError, RuntimeError, ValueError) as error:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def _opened(subject: Subject, model: ByteLM, job: Job) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a trained model is made of, and inputs to time its recurrence's forms on."""
+def _opened(subject: Subject, learnt: Learnt, model: ByteLM, job: Job) -> tuple[MixerRecord, dict[str, Tensor]]:
+    """(the mixer's record, without the paper's layer and speeds; inputs for timing the forms of its recurrence)."""
     recurrence = _mixer(model).recurrence
     window = job.text.held_out[: probe.SPECTRUM_TOKENS].unsqueeze(0)
     layers = probe.inputs_of_layers(model, window)
@@ -256,15 +244,24 @@ def _opened(subject: Subject, model: ByteLM, job: Job) -> tuple[dict[str, Any], 
     laws = probe.disagreement(recurrence, probe.first(recurrence, layers[0], LAW_TOKENS))
     shares = probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0])
     eigenvalues, lives = probe.spectrum(recurrence, layers)
-    measured = {
-        "eigenvalues": eigenvalues,
-        "half_life": lives,
-        "kernel": Map(sentence=job.sentence, shares=shares),
-        "state": _states(subject, model),
-        "forms": laws,
-        "worst_disagreement": max(errors.worst for errors in laws.values()),
-    }
-    return measured, probe.first(recurrence, layers[0], SPEED_TOKENS)
+    found = MixerRecord(
+        name=subject.name,
+        given=subject.given,
+        summary=subject.summary,
+        source=subject.source,
+        system=str(subject.recurrence),
+        structure=subject.recurrence.spec.structure,
+        equal=learnt,
+        paper=None,
+        eigenvalues=eigenvalues,
+        half_life=lives,
+        kernel=Map(sentence=job.sentence, shares=shares),
+        state=_states(subject, model),
+        forms=laws,
+        worst_disagreement=max(errors.worst for errors in laws.values()),
+        tokens_per_second={},
+    )
+    return found, probe.first(recurrence, layers[0], SPEED_TOKENS)
 
 
 def _mixer(model: ByteLM) -> Any:
@@ -272,7 +269,9 @@ def _mixer(model: ByteLM) -> Any:
 
 
 def _states(subject: Subject, model: ByteLM) -> StateNumbers:
-    """Numbers one layer keeps: as a formula, and at every context of CONTEXTS here and at a real model's width."""
+    """Sizes of one layer's state: a formula, and numbers at every context of CONTEXTS, here and at a real model's
+    width.
+    """
     large = paper_sizes(subject, PAPER_WIDTH, PAPER_HEADS)
     side = PAPER_WIDTH // PAPER_HEADS
     at_width = (
@@ -286,7 +285,7 @@ def _states(subject: Subject, model: ByteLM) -> StateNumbers:
 
 
 def machine() -> Machine:
-    """What the numbers were computed on."""
+    """This machine and its software."""
     return Machine(
         cpu=_cpu_name(),
         cores=str(os.cpu_count()),

@@ -1,13 +1,14 @@
-"""What makes a comparison fair: equal layers and parameters, a rate for each, several seeds, tasks beside text."""
+"""The protocol of a comparison: equal layers and parameters, tried learning rates, several seeds, further tasks."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ from dsf.mixers import Mixer
 from dsf.mixers.layer import Layer
 from dsf.mixers.softmax_attention import softmax_attention
 
-TIMES = (1, 2, 4, 8)  # lengths of text that are tried, in training lengths
-LARGEST_GAP = 0.02  # by which parameters may differ
+TIMES = (1, 2, 4, 8)  # lengths of text to test, in training lengths
+LARGEST_GAP = 0.02  # largest relative difference of parameters
 SAMPLE = 240  # bytes of generated text
 Make = Callable[..., Mixer]
 Tell = Callable[[int, float], None]  # (steps done, bits)
@@ -42,12 +43,12 @@ Tell = Callable[[int, float], None]  # (steps done, bits)
 
 @dataclass(frozen=True)
 class Protocol:
-    """How often and with what each mixer is trained.
+    """The runs of each mixer.
 
-    seeds: models of each layer, from setup.seed on. rates: learning rates tried; of one alone nothing is tried.
-    trial_steps, recall_steps: of a trial and of the recall task; 0: a quarter of setup.steps, and no such task.
-    papers: whether the paper's own layer is trained too. keep: folder for the weights, or None.
-    Raises InputError for numbers that cannot be.
+    seeds: number of models of each layer, from setup.seed on. rates: learning rates to try; a single one is taken
+    without a trial. trial_steps: steps of a trial, 0 for a quarter of setup.steps. recall_steps: steps of the recall
+    task, 0 for none. papers: whether the paper's layer is trained too. keep: folder for the weights, or None. Raises
+    InputError for values out of range.
     """
 
     seeds: int = 3
@@ -63,36 +64,36 @@ class Protocol:
         check_rates("rates", self.rates)
 
     def trial(self, setup: Setup) -> int:
-        """Steps of a trial."""
+        """The steps of a trial."""
         return self.trial_steps or max(1, setup.steps // 4)
 
     def steps(self, setup: Setup, kind: Kind) -> int:
-        """Steps of one layer in all."""
+        """All training steps of one layer."""
         trials = len(self.rates) * self.trial(setup) if len(self.rates) > 1 else 0
         return trials + self.seeds * (setup.steps + (self.recall_steps if kind == "equal" else 0))
 
 
 def maker(subject: Subject, kind: Kind) -> Make:
-    """The layer's constructor: the same one around every recurrence, or the paper's."""
+    """The constructor of the layer: the `Layer` of the recurrence, or the paper's."""
     return subject.make if kind == "paper" else partial(Layer, subject.recurrence)
 
 
 def kinds(subject: Subject, protocol: Protocol) -> list[Kind]:
-    """The layers that are trained."""
+    """The kinds of layers to train."""
     return ["equal", "paper"] if protocol.papers and subject.has_module else ["equal"]
 
 
 def count(make: Make, setup: Setup) -> int:
-    """Parameters of a model, made without memory."""
+    """The number of parameters of a model, counted on the meta device."""
     with torch.device("meta"):
         return sum(p.numel() for p in ByteLM(make, setup).parameters())
 
 
 def matched(makes: Sequence[Make], setup: Setup) -> list[Setup]:
-    """Setups whose MLPs are as wide as it takes for all models to have equal parameters, to LARGEST_GAP.
+    """Setups with MLP widths that make the parameters of all models equal, to LARGEST_GAP.
 
-    The goal is softmax attention in its equal layer with an MLP of 2 · d_model, or more where a layer is so large that
-    its MLP would be narrower than d_model / 2. Raises InputError for a model so small that no width comes near.
+    The common number is that of softmax attention in its `Layer` with an MLP of 2 · d_model, or more where a layer is
+    so large that its MLP would be narrower than d_model / 2. Raises InputError for models so small that no width fits.
     """
     goal = count(partial(Layer, softmax_attention), setup)
     least = max(1, setup.d_model // 2)
@@ -106,12 +107,23 @@ def matched(makes: Sequence[Make], setup: Setup) -> list[Setup]:
     return setups
 
 
+class _Run(NamedTuple):
+    """The results of one seed's model, as in `Learnt`."""
+
+    curve: list[float]
+    seconds: float
+    after: float
+    by_length: dict[str, float]
+    recall: dict[str, float] | None
+    weights: str | None
+
+
 def learn(
     subject: Subject, kind: Kind, text: Text, setup: Setup, protocol: Protocol, tell: Tell
 ) -> tuple[Learnt, ByteLM]:
-    """Train one layer of a mixer by the protocol; returns what came out and the first seed's model.
+    """Train one layer of a mixer by the protocol; returns (results, the first seed's model).
 
-    Raises DsfError when a loss stops being finite.
+    Raises DsfError for a loss that is not finite.
     """
     make = maker(subject, kind)
     done = 0
@@ -125,23 +137,22 @@ def learn(
             trials[f"{rate:g}"] = _trial(make, text, replace(setup, lr=rate, steps=protocol.trial(setup)), advance)
             done += protocol.trial(setup)
     rate = min(protocol.rates, key=lambda r: trials.get(f"{r:g}", 0.0))
-    models, runs = [], []
+    models, runs, before = [], [], math.nan
     for number in range(protocol.seeds):
         own = replace(setup, lr=rate, seed=setup.seed + number)
         model = make_model(make, own)
-        before = bits_per_byte(model, text.held_out, setup.seq) if not number else None
+        if not number:
+            before = bits_per_byte(model, text.held_out, setup.seq)
         curve, seconds = train(model, text, own, advance)
         done += setup.steps
-        found: dict[str, Any] = {"before": before, "curve": curve, "seconds": seconds}
-        found["after"] = bits_per_byte(model, text.held_out, setup.seq)
-        found["by_length"] = by_length(model, text.held_out, setup.seq)
+        after, lengths = bits_per_byte(model, text.held_out, setup.seq), by_length(model, text.held_out, setup.seq)
+        recalled = None
         if protocol.recall_steps and kind == "equal":
-            found["recall"] = _recall(make, replace(own, steps=protocol.recall_steps), advance)
+            recalled = _recall(make, replace(own, steps=protocol.recall_steps), advance)
             done += protocol.recall_steps
-        runs.append(found)
         models.append(model if not number or protocol.keep else None)
-        if protocol.keep is not None:
-            found["weights"] = keep(model, subject, kind, own, protocol.keep)
+        weights = None if protocol.keep is None else keep(model, subject, kind, own, protocol.keep)
+        runs.append(_Run(curve, seconds, after, lengths, recalled, weights))
     first = models[0]
     assert first is not None
     mixer = cast(Any, first.blocks[0]).mixer
@@ -153,19 +164,21 @@ def learn(
         hidden=setup.hidden or 2 * setup.d_model,
         rates=trials,
         rate=rate,
-        before=runs[0]["before"],
-        after=Spread.of([r["after"] for r in runs]),
-        by_length=_together([r["by_length"] for r in runs]),
-        recall=_together([r["recall"] for r in runs]) if "recall" in runs[0] else None,
-        curve=[round(statistics.fmean(x), 4) for x in zip(*(r["curve"] for r in runs), strict=True)],
-        seconds=sum(r["seconds"] for r in runs),
+        before=before,
+        after=Spread.of([r.after for r in runs]),
+        by_length=_together([r.by_length for r in runs]),
+        recall=None if runs[0].recall is None else _together([r.recall for r in runs if r.recall is not None]),
+        curve=[round(statistics.fmean(x), 4) for x in zip(*(r.curve for r in runs), strict=True)],
+        seconds=sum(r.seconds for r in runs),
         sample=sample(first, text),
-        weights=[r["weights"] for r in runs if "weights" in r],
+        weights=[r.weights for r in runs if r.weights is not None],
     ), first
 
 
 def _trial(make: Make, text: Text, setup: Setup, tell: Tell) -> float:
-    """Training bits per byte over the last quarter of a trial; infinite where it went astray. Its seed is no run's."""
+    """Training bits per byte in the last quarter of a trial, infinite where it diverged. Its seed is used in no
+    other run.
+    """
     own = replace(setup, seed=setup.seed + 1000)
     try:
         curve, _ = train(make_model(make, own), text, own, tell)
@@ -175,7 +188,7 @@ def _trial(make: Make, text: Text, setup: Setup, tell: Tell) -> float:
 
 
 def _recall(make: Make, setup: Setup, tell: Tell) -> dict[str, float]:
-    """Accuracy of a new model that is trained on `recall` alone."""
+    """Accuracy of a new model trained on the recall task."""
     model = make_model(make, setup)
     device = model.embedding.weight.device
     fit(model, lambda generator: recall.loss(model, recall.sequences(generator).to(device)), setup, tell)
@@ -184,9 +197,10 @@ def _recall(make: Make, setup: Setup, tell: Tell) -> dict[str, float]:
 
 @torch.no_grad()
 def by_length(model: ByteLM, data: Tensor, seq: int, windows: int = 24) -> dict[str, float]:
-    """Bits per byte of the same bytes, with seq, 2 seq, 4 seq, ... bytes read up to them; lengths that data has.
+    """Bits per byte of the same bytes after contexts of seq, 2 seq, 4 seq, ... bytes, by length, where data is long
+    enough.
 
-    What is predicted are the last seq / 2 bytes of every window.
+    Counted on the last seq / 2 bytes of every window.
     """
     lengths = [n for n in (seq * times for times in TIMES) if n < len(data)]
     if not lengths:
@@ -202,12 +216,12 @@ def by_length(model: ByteLM, data: Tensor, seq: int, windows: int = 24) -> dict[
 
 
 def sample(model: ByteLM, text: Text) -> str:
-    """What the model writes after the first held-out sentence."""
+    """Text that the model generates after the first held-out sentence."""
     return model.generate(text.sentence().encode(), SAMPLE).decode("utf-8", errors="replace")
 
 
 def keep(model: ByteLM, subject: Subject, kind: Kind, setup: Setup, folder: Path) -> str:
-    """Write a model's weights, and what it takes to make it again (`load`); returns the path."""
+    """Write a model's weights and settings to a file that `load` reads; returns its path."""
     path = folder / f"{subject.name}-{kind}-{setup.seed}.pt"
     data = {"given": subject.given, "kind": kind, "setup": asdict(setup), "weights": model.state_dict()}
     whole(path, lambda other: torch.save(data, other))
@@ -215,7 +229,7 @@ def keep(model: ByteLM, subject: Subject, kind: Kind, setup: Setup, folder: Path
 
 
 def load(path: Path) -> ByteLM:
-    """The model in a file that `dsf compare --save-weights` wrote. Raises InputError for another file."""
+    """The model in a file of `dsf compare --save-weights`. Raises InputError for another file."""
     data = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(data, dict) or {"given", "kind", "setup", "weights"} - data.keys():
         raise InputError(f"{path} is no file of dsf compare --save-weights")

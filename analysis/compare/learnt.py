@@ -1,4 +1,4 @@
-"""What mixers learnt, on the page of `dsf compare`: the table of all, and the section with its pictures."""
+"""The results of training on the page of `dsf compare`: the table of all mixers, and a section of figures."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ if TYPE_CHECKING:
 
 
 def summary(builder: Builder) -> str:
-    """The first table."""
+    """The table of all mixers."""
     columns = [
         Column("mixer", "name of the recurrence"),
         Column("bits/byte", "on held-out text after training, in the same layer for all; lower is better", "ascending"),
         Column("paper's layer", "the same in the layer of its paper: its own convolution, gates and start"),
-        Column("recall", f"right answers, {recall.GAP} bytes of noise between; any value told: {recall.CHANCE:.0%}"),
+        Column(
+            "recall",
+            f"right answers, {recall.GAP} bytes of noise between; a guess among the values: {recall.CHANCE:.0%}",
+        ),
         Column("far recall", f"the same with {recall.GAPS[-1]} bytes of noise, which training never had"),
         Column("before", "bits per byte before training; 8 is knowing nothing"),
         Column("rate", "learning rate, the best of those tried in a short run"),
         Column("half-life", "median over the state, in tokens (bytes)"),
         Column("never forgotten", "share of the state without any decay"),
         Column("state", "numbers one layer keeps of the text so far, at 1,024 tokens"),
-        Column("parameters", "of the model (of one mixer layer when pointed at)"),
+        Column("parameters", "of the model (on hover: of one mixer)"),
         Column("fastest form", "tokens per second, one thread"),
         Column("forms differ by", "worst relative error of any form, output or gradient, in float64"),
         Column("structure", "of the transition A"),
@@ -37,7 +40,7 @@ def summary(builder: Builder) -> str:
 
 
 def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
-    """A mixer's line; longest: the bits of a whole bar, from zero: twice as long is twice as many."""
+    """A mixer's row. longest: the bits per byte of the longest bar; bars begin at zero."""
     own, life, worst = r.equal, r.half_life, r.worst_disagreement
     form, speed = max(r.tokens_per_second.items(), key=lambda item: item[1])
     state, sizes = r.state.here[CONTEXTS.index(1024)], own.parameters
@@ -61,7 +64,7 @@ def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
 
 
 def learning(builder: Builder, out: Page) -> None:
-    """Bits per byte, training curves, recall, lengths, what they write."""
+    """Add the section of bits per byte, training curves, recall, lengths and samples."""
     bare = builder.comparison.setup.bare
     parts = "no convolution, no gate" if bare else "short convolution and SiLU, gate"
     notes = [
@@ -81,14 +84,14 @@ def learning(builder: Builder, out: Page) -> None:
         ),
         figure(
             builder.drawn["curves"],
-            "How they got there",
-            "Training loss, smoothed: a line that drops earlier learns from fewer bytes.",
+            "Training loss",
+            "Smoothed; a line that drops earlier learns from fewer bytes.",
         ),
     ]
     if "recall" in builder.drawn:
         drawn.append(figure(
             builder.drawn["recall"],
-            "What the state can be asked",
+            "Recall from the state",
             f"New models, trained on this alone: {recall.PAIRS} keys, each with a value, then noise, then the keys "
             "again in another order. Which value came with this key? Weights cannot know, only the state can.",
         ))  # fmt: skip
@@ -96,7 +99,7 @@ def learning(builder: Builder, out: Page) -> None:
         drawn.append(figure(
             builder.drawn["lengths"],
             "Longer than in training",
-            "The same bytes predicted after more text: a line that falls makes use of it, one that rises is lost.",
+            "The same bytes predicted after more text: a falling line makes use of it, a rising one gets worse.",
         ))  # fmt: skip
     samples = [details(f"**{r.name}**", code(_readable(r.equal.sample))) for r in builder.records]
     out.section(
@@ -110,7 +113,7 @@ def learning(builder: Builder, out: Page) -> None:
 
 
 def _spread_cell(spread: Spread | None, shown: str, bar: float | None = None) -> Cell:
-    """A mean and its spread; the runs when pointed at."""
+    """The cell of a mean and its spread, with the single runs as its note."""
     if spread is None:
         return Cell("–", math.nan)
     each = ", ".join(shown.format(x) for x in spread.each)
@@ -119,7 +122,7 @@ def _spread_cell(spread: Spread | None, shown: str, bar: float | None = None) ->
 
 
 def _tried(learnt: Learnt) -> str:
-    """The rates tried, what each came to, and whether the best is the last of them."""
+    """The rates tried with their results, and whether the best is the first or last of them."""
     tried = learnt.rates
     if not tried:
         return "given"
@@ -129,5 +132,5 @@ def _tried(learnt: Learnt) -> str:
 
 
 def _readable(sample: str) -> str:
-    """A sample without bytes that are no letters."""
+    """A sample with · in place of characters that cannot be shown."""
     return "".join(c if c == "\n" or (c.isprintable() and c != "\ufffd") else "·" for c in sample)

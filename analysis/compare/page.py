@@ -1,11 +1,10 @@
-"""The page of `dsf compare`: a Comparison as one HTML file, and its pictures as PNG on request."""
+"""The page of `dsf compare`: a Comparison as one HTML file, and its figures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dsf.analysis.compare import CONTEXTS, LAW, PAPER_HEADS, PAPER_WIDTH, Comparison, pictures, recall
@@ -28,46 +27,27 @@ from dsf.analysis.report import (
     text,
 )
 from dsf.analysis.report.figures import colors as palette
-from dsf.analysis.report.figures import png, svg
+from dsf.analysis.report.figures import svg
 from dsf.call.plan import FORMS
 
 WORDS = {
     "State": "What a mixer remembers of the text so far: a fixed number of numbers for recurrences, all "
-    "earlier keys and "
-    "values for softmax attention.",
+    "earlier keys and values for softmax attention.",
     "Eigenvalue": "What one token's transition A multiplies a piece of the state by: 1 keeps it, 0 clears "
-    "it, 0.5 halves "
-    "it, a negative number flips its sign.",
+    "it, 0.5 halves it, a negative number flips its sign.",
     "Half-life": "After how many tokens half of what was written is left. It follows from the eigenvalues along the "
     "text; “never” means that nothing is forgotten.",
     "Kernel": "A recurrence is also one big triangular matrix Φ: row i says how much each earlier token counts in "
     "output i. For softmax attention it is the attention map.",
     "Form": "One and the same recurrence computed in another order: naive (the definition), token by token "
-    "(recurrent), "
-    "a parallel scan, in chunks, or as the matrix Φ. They must agree to rounding.",
+    "(recurrent), a parallel scan, in chunks, or as the matrix Φ. They must agree to rounding.",
     "Bits per byte": "How many bits the model needs for one more byte of text that it has not seen. Knowing "
-    "nothing is 8; "
-    "lower is better.",
+    "nothing is 8; lower is better.",
 }
 
 
-def page(comparison: Comparison) -> Page:
-    """The whole report."""
-    return Builder(comparison).build()
-
-
-def write_pngs(comparison: Comparison, folder: Path) -> list[Path]:
-    """Every picture as folder/<picture>.png; returns the paths."""
-    builder = Builder(comparison)
-    paths = []
-    for name, drawn in builder.figures().items():
-        paths.append(folder / f"{name}.png")
-        png(drawn, paths[-1])
-    return paths
-
-
 class Builder:
-    """Puts the page together from records and one colour a mixer."""
+    """Builds the page of a Comparison. Every mixer has a colour."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
@@ -77,7 +57,7 @@ class Builder:
         self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.records)
 
     def figures(self) -> dict[str, Any]:
-        """All figures, name -> matplotlib figure."""
+        """All matplotlib figures by name."""
         records, colors = self.records, self.colors
         drawn = {
             "learning": pictures.learning(records, colors, self.yardsticks, self.equal()),
@@ -99,21 +79,20 @@ class Builder:
         return drawn
 
     def equal(self) -> str:
-        """What is equal for all, and how often it was tried, in words."""
+        """Words about what is equal for all mixers, and the number of runs."""
         protocol, apart = self.comparison.protocol, self.comparison.parameters_apart
         rates = "rate: the best of " + ", ".join(f"{r:g}" for r in protocol.rates) if len(protocol.rates) > 1 else ""
         seeds = f"{protocol.seeds} seeds, bars: ± one standard deviation" if protocol.seeds > 1 else "one seed"
         return "; ".join(filter(None, [f"parameters equal to {max(apart, 0.001):.1%}", seeds, rates]))
 
     def build(self) -> Page:
-        """The page with all sections."""
+        """The whole page."""
         setup, data = self.comparison.setup, self.comparison.text
         out = Page(
             "Sequence mixers, side by side",
-            f"{len(self.records)} ways to mix a sequence, each the same dynamical system "
-            "Sₜ = Aₜ Sₜ₋₁ + Bₜ, trained in the same tiny language model on the same text, then opened "
-            "up: what it "
-            "learns, what it remembers, what it looks at, what it costs.",
+            f"{len(self.records)} ways to mix a sequence, each the same dynamical system Sₜ = Aₜ Sₜ₋₁ + Bₜ, trained in "
+            "the same tiny language model on the same text, then opened up: what it learns, what it remembers, what it "
+            "looks at, what it costs.",
         )
         entries = {
             "Mixers": str(len(self.records)),
@@ -132,7 +111,7 @@ class Builder:
             summary(self),
             *([self.failures()] if self.comparison.failed else []),
         )
-        out.section("How to read this", "Six words are enough for every picture below.", terms(WORDS))
+        out.section("How to read this", "Six terms are enough for all pictures below.", terms(WORDS))
         learning(self, out)
         self.memory(out)
         self.attention(out)
@@ -143,12 +122,12 @@ class Builder:
         return out
 
     def failures(self) -> str:
-        """Mixers that could not be compared, and why."""
+        """The block of mixers that failed, with their errors."""
         rows = [[Cell(name), Cell(why)] for name, why in self.comparison.failed.items()]
         return table([Column("failed"), Column("because")], rows)
 
     def memory(self, out: Page) -> None:
-        """Half-lives and eigenvalues."""
+        """Add the section of half-lives and eigenvalues."""
         histograms = [
             figure(self.drawn[f"eigenvalues_{r.name}"], r.name, _spectrum_words(r), self.colors[r.name])
             for r in self.records
@@ -160,7 +139,7 @@ class Builder:
                 self.drawn["half_lives"],
                 "Half-life of the state",
                 "The dot is the median over all parts of the state, the bar runs from the 10th to the 90th percentile: "
-                "short dots forget within a word, “never” keeps everything and has to live with the clutter.",
+                "far left, half is forgotten within a word; at “never” everything is kept.",
             ),
             text(
                 "**Eigenvalues of A, token by token.** Mass at 1 (dashed) is memory that is kept as it is; mass near 0 "
@@ -172,36 +151,33 @@ class Builder:
         )
 
     def attention(self, out: Page) -> None:
-        """Kernel matrices."""
+        """Add the section of kernel matrices."""
         maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.records]
         out.section(
             "What they look at",
-            f"The sentence “{self.comparison.text.sentence}” through the first layer: each row is one output, "
-            f"each column an "
-            "earlier character, and the stronger the colour, the more it counts.",
+            f"The sentence “{self.comparison.text.sentence}” through the first layer: each row is one output, each "
+            "column an earlier character, and the stronger the colour, the more it counts.",
             text(
-                "Look at how far each row reaches to the left: a thin diagonal sees only the newest "
-                "characters, full rows "
-                "see everything, vertical stripes are characters that stay important. Shown is |Φ|, "
-                "averaged over heads "
-                "and channels, each row relative to its largest entry left of the diagonal (skips lie on it)."
+                "Look at how far each row reaches to the left: a thin diagonal sees only the newest characters, full "
+                "rows see everything, vertical stripes are characters that stay important. Shown is |Φ|, averaged over "
+                "heads and channels, each row relative to its largest entry left of the diagonal (skips lie on it)."
             ),
             grid(maps, 340),
         )
 
     def state(self, out: Page) -> None:
-        """State size against context."""
+        """Add the section of state size against context."""
         out.section(
             "What they keep",
             "Numbers one layer stores for one sequence. Softmax attention keeps every key and value (the KV cache) and "
-            "grows with the text; all others stay where they are.",
+            "grows with the text; all others keep their size.",
             grid(
                 [
                     figure(
                         self.drawn["state_at_paper_width"],
                         f"At a real model's width: d_model {PAPER_WIDTH:,}, {PAPER_HEADS} heads",
-                        "Sizes as in the papers. Where the rising line crosses a flat one, the recurrence starts to be "
-                        "the cheaper memory.",
+                        "Sizes as in the papers. Where the rising line crosses a flat one, the recurrence needs less "
+                        "memory from there on.",
                     ),
                     figure(
                         self.drawn["state_here"],
@@ -214,7 +190,7 @@ class Builder:
         )
 
     def forms(self, out: Page) -> None:
-        """Laws and speeds."""
+        """Add the section of agreement and speed of the forms."""
         names = [f for f in FORMS if f != "naive"]
         columns = [Column("mixer"), *(Column(f, f"worst relative error of {f} against naive") for f in names)]
         rows = []
@@ -237,29 +213,26 @@ class Builder:
         ]
         out.section(
             "One system, several forms",
-            "Every recurrence is computed in up to five ways. On this text, with the trained weights, they "
-            "have to give "
-            "the same outputs and gradients, and they do at very different speeds.",
+            "Every recurrence is computed in up to five ways. On this text, with the trained weights, all must "
+            "give the same outputs and gradients; their speeds differ.",
             table(
                 columns,
                 rows,
-                f"Worst relative error against the float64 definition (naive), over heads, blocks of 16 "
-                f"tokens, outputs "
+                "Worst relative error against the float64 definition (naive), over heads, blocks of 16 tokens, outputs "
                 f"and all gradients. The law is {LAW:.0e}; anything above is set in bold.",
             ),
             figure(
                 self.drawn["speeds"],
                 "Tokens per second of each form",
-                "A wide line means that the choice of form matters. One sequence on one CPU thread in "
-                "float32; naive is "
-                "the definition and computes in float64; the kernel matrix is quadratic in length and timed on "
+                "A wide line means that the choice of form matters. One sequence on one CPU thread in float32; naive "
+                "is the definition and computes in float64; the kernel matrix is quadratic in length and timed on "
                 f"{MATRIX_TOKENS} tokens.",
             ),
             details("The same as a table", table(speed_columns, speed_rows)),
         )
 
     def mixers(self, out: Page) -> None:
-        """What each mixer is."""
+        """Add the section that describes each mixer."""
         blocks = [
             details(
                 f"**{r.name}**: {r.summary}",
@@ -275,7 +248,7 @@ class Builder:
         )
 
     def what_was_run(self, out: Page) -> None:
-        """Machine, versions, sizes."""
+        """Add the section of machine, versions and sizes."""
         setup, data = self.comparison.setup, self.comparison.text
         box = self.comparison.machine
         rows = {

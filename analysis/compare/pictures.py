@@ -1,4 +1,4 @@
-"""The pictures of `dsf compare`: each a function of the records (dsf.analysis.compare) that returns a figure."""
+"""The figures of `dsf compare`: each a function of records that returns a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from dsf.analysis.report.figures import INK, MONO, fade, new_figure
 Colors = Mapping[str, str]
 
 WIDE, HALF = 10.8, 6.2  # inches of a figure that has the page's width, and of one of two side by side
-CONTRAST = 0.6  # exponent of shades: below 1 shows faint entries
-LONGEST_LIFE = 1e5  # where half-lives without end are drawn, in tokens
+CONTRAST = 0.6  # exponent of shades: below 1, so that faint entries are visible
+LONGEST_LIFE = 1e5  # position of infinite half-lives, in tokens
 
 
 def learning(records: Sequence[MixerRecord], colors: Colors, yardsticks: Mapping[str, float], equal: str) -> Any:
-    """Bits per byte after training: a dot at the mean of the seeds, a bar of one spread to each side.
+    """Bits per byte after training: a dot at the mean of the seeds, with a bar of one standard deviation to each side.
 
-    Full: the same layer for all; hollow: the paper's own. yardsticks: vertical lines. equal: what is equal, in words.
+    Full dots: the same layer for all; hollow dots: the paper's layer. yardsticks: vertical lines. equal: words about
+    what is equal.
     """
     ordered = sorted(records, key=lambda r: -r.equal.after.mean)
     figure, axes = new_figure(HALF, 0.34 * len(ordered) + 1.5)
@@ -46,7 +47,7 @@ def learning(records: Sequence[MixerRecord], colors: Colors, yardsticks: Mapping
 
 
 def recalled(records: Sequence[MixerRecord], colors: Colors, chance: float, trained: str) -> Any:
-    """Share of right answers in the recall task: full at the distance of training, smaller and paler beyond."""
+    """Share of right answers in the recall task: full dots at the training distance, smaller and paler ones beyond."""
     asked = [(r.name, r.equal.recall) for r in records if r.equal.recall is not None]
     ordered = sorted(asked, key=lambda pair: pair[1][trained].mean)
     figure, axes = new_figure(HALF, 0.34 * len(ordered) + 1.5)
@@ -65,7 +66,7 @@ def recalled(records: Sequence[MixerRecord], colors: Colors, chance: float, trai
 
 
 def lengths(records: Sequence[MixerRecord], colors: Colors) -> Any:
-    """Bits per byte of the same bytes against how much text was read before them, from the training length on."""
+    """Bits per byte of the same bytes against the number of bytes read before them, from the training length on."""
     figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
     for record in records:
         found = record.equal.by_length
@@ -85,7 +86,7 @@ def lengths(records: Sequence[MixerRecord], colors: Colors) -> Any:
 
 
 def curves(records: Sequence[MixerRecord], colors: Colors) -> Any:
-    """Training loss of every mixer in the equal layer against steps, mean of the seeds, smoothed."""
+    """Training loss of every mixer in the equal layer against steps: mean of the seeds, smoothed."""
     figure, axes = new_figure(HALF, max(3.4, 0.25 * len(records) + 1.0))
     smooth = [_smooth(r.equal.curve) for r in records]
     for record, values in zip(records, smooth, strict=True):
@@ -108,7 +109,7 @@ def _dot(
     faint: int = 0,
     label: str = "",
 ) -> None:
-    """A mean, with a bar of one spread to each side where there are several runs."""
+    """A dot at the mean, with a bar of one standard deviation to each side where there are several runs."""
     width = spread.spread if len(spread.each) > 1 else None
     axes.errorbar(
         spread.mean, place, xerr=width, fmt="s" if hollow else "o", color=color, ms=(5.5, 4.5, 4)[faint],
@@ -138,7 +139,7 @@ def half_lives(records: Sequence[MixerRecord], colors: Colors, unit: str = "toke
 
 
 def lives(ordered: Mapping[str, HalfLives], colors: Colors, unit: str) -> Any:
-    """The same of half-lives by name, in the order given, the first at the bottom."""
+    """Half-lives by name, the first at the bottom, as in `half_lives`."""
     figure, axes = new_figure(WIDE, 0.25 * len(ordered) + 0.8)
     for place, (name, life) in enumerate(ordered.items()):
         low, middle, high = map(_drawn, (life.percentiles.low, life.percentiles.median, life.percentiles.high))
@@ -204,7 +205,7 @@ def kernel(record: MixerRecord, color: str) -> Any:
 
 
 def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: str, side: float = 3.9) -> Any:
-    """A matrix of shares in the order of pieces of text: row = output, column = the piece looked at."""
+    """A matrix of shares between pieces of text: row = output, column = the piece that it looks at."""
     size, long = len(shares), max(map(len, pieces)) > 1
     figure, axes = new_figure(side, side)
     axes.imshow(shades(shares), cmap=fade(color), vmin=0, vmax=1, interpolation="none", aspect="equal")
@@ -212,7 +213,7 @@ def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: s
     font = {"fontfamily": MONO, "fontsize": points}
     axes.set_xticks(range(size), labels, rotation=90 if long else 0, **font)
     axes.set_yticks(range(size), labels, **font)
-    margin = (max(map(len, labels)) * 0.62 + 0.9) * points / 72 / side  # measuring so many labels takes seconds
+    margin = (max(map(len, labels)) * 0.62 + 0.9) * points / 72 / side  # measuring this many labels takes seconds
     figure.set_layout_engine("none")
     axes.set_position((margin, 0.01, 0.99 - margin, 0.99 - margin))
     axes.xaxis.tick_top()
@@ -224,7 +225,7 @@ def attention(shares: Sequence[Sequence[float]], pieces: Sequence[str], color: s
 
 
 def state_sizes(kept: Mapping[str, Sequence[int]], colors: Colors, contexts: Sequence[int]) -> Any:
-    """Numbers that one layer keeps for one sequence, by mixer, against the context, both axes logarithmic."""
+    """Numbers of one layer's state for one sequence, by mixer, against the context, both axes logarithmic."""
     figure, axes = new_figure(HALF, 4.4)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, found in kept.items():
@@ -256,7 +257,7 @@ def state_sizes(kept: Mapping[str, Sequence[int]], colors: Colors, contexts: Seq
 
 
 def speeds(records: Sequence[MixerRecord], colors: Colors, forms: Sequence[str]) -> Any:
-    """Tokens per second of every form, one panel's row a mixer; dots on a logarithmic axis, one marker a form."""
+    """Tokens per second of every form, a row a mixer, on a logarithmic axis, one marker a form."""
     markers = dict(zip(forms, ("x", "o", "^", "s", "D"), strict=False))
     figure, axes = new_figure(WIDE, 0.25 * len(records) + 1.1)
     ordered = sorted(records, key=lambda r: max(r.tokens_per_second.values()))
@@ -281,7 +282,9 @@ def speeds(records: Sequence[MixerRecord], colors: Colors, forms: Sequence[str])
 
 
 def shades(shares: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Each row relative to its largest entry off the diagonal: skips, all on it, would drown the rest."""
+    """Each row relative to its largest entry off the diagonal, since skips lie on the diagonal and would be the
+    largest.
+    """
     out = []
     for i, row in enumerate(shares):
         top = max((x for j, x in enumerate(row) if j != i), default=0.0) or row[i] or 1.0
@@ -294,13 +297,13 @@ def _drawn(life: float) -> float:
 
 
 def printable(piece: str, longest: int = 14) -> str:
-    """A letter or token as an axis can show it: a space as ␣, the one before a word left out."""
+    """A readable label of a character or token: a space as ␣, the space before a word left out."""
     shown = "".join("⏎" if c == "\n" else c if c.isprintable() and c not in "$�" else "·" for c in piece)
     return (shown.strip() or "␣" * min(len(shown), 3) or "·")[:longest]
 
 
 def _smooth(values: Sequence[float], share: float = 0.9) -> list[float]:
-    """Exponential mean without the bias of its start."""
+    """Exponential moving average, corrected for its start."""
     out, mean, weight = [], 0.0, 0.0
     for value in values:
         mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
@@ -309,7 +312,7 @@ def _smooth(values: Sequence[float], share: float = 0.9) -> list[float]:
 
 
 def _name_ends(axes: Any, records: Sequence[MixerRecord], colors: Colors, ends: Sequence[float], at: float) -> None:
-    """Names beside the right ends of lines, pushed apart."""
+    """Write names beside the right ends of lines, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     places = _apart(ends, (high - low) / 19)
     lift = max(0.0, low - min(places))
@@ -323,7 +326,7 @@ def _name_ends(axes: Any, records: Sequence[MixerRecord], colors: Colors, ends: 
 
 
 def _apart(values: Sequence[float], gap: float) -> list[float]:
-    """The values moved as little as a few sweeps manage so that neighbours are `gap` apart; order kept."""
+    """The values moved apart so that neighbours are `gap` apart, in the same order, by a few sweeps."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     placed = [values[i] for i in order]
     for _ in range(200):
@@ -343,7 +346,7 @@ def _short(names: str, number: int) -> str:
 
 
 def _count_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Powers of ten inside [low, high], thinned to seven at most, with their names."""
+    """Powers of ten inside [low, high] with labels, at most seven."""
     powers = list(range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1))
     step = max(1, math.ceil(len(powers) / 7))
     ticks = [10.0**p for p in powers[::step]]

@@ -1,8 +1,8 @@
-"""The task where the state decides: which value came with this key? (Multi-query associative recall.)
+"""The recall task (multi-query associative recall), which needs a memory: which value came with this key?
 
-A sequence is PAIRS keys, each followed by its value; then noise; then the keys in another order, each followed by the
-value that it came with. Keys and values are drawn anew for every sequence, so weights cannot know them: what is
-answered right was in the state, past the noise. Source: Arora et al. (arXiv 2312.04927), Section 3.
+A sequence consists of PAIRS keys, each followed by its value; then noise; then the keys in another order, each followed
+by its value. Keys and values are drawn anew for every sequence, so that weights cannot contain them: a right answer
+came from the state. Source: Arora et al. (arXiv 2312.04927), Section 3.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 KINDS = 8  # different keys, and different values; the other bytes are noise
 PAIRS, GAP, ROWS = 4, 4, 64
-GAPS = (GAP, 4 * GAP, 16 * GAP)  # noise between the pairs and the questions, in training and beyond
-CHANCE = 1 / PAIRS  # of who names any value of the sequence
+GAPS = (GAP, 4 * GAP, 16 * GAP)  # bytes of noise between the pairs and the questions, in training and in tests
+CHANCE = 1 / PAIRS  # share of right answers of a guess among the sequence's values
 
 
 def sequences(generator: torch.Generator, rows: int = ROWS, gap: int = GAP) -> Tensor:
@@ -42,7 +42,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, device: torch.device, rows: int = 128) -> dict[str, float]:
-    """Shares of right answers, by the noise in between."""
+    """Shares of right answers, by the number of noise bytes."""
     found = {}
     for gap in GAPS:
         ids = sequences(torch.Generator().manual_seed(10_000 + gap), rows, gap).to(device)

@@ -1,4 +1,4 @@
-"""A compare.json read back: checked, and drawn again or repeated without its models."""
+"""Saved comparisons: compare.json read back and checked, to be drawn again, or repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: tuple[Any, Any] = (Setup, Protocol)
 
 
 def load(path: Path) -> Comparison:
-    """A comparison from its compare.json. Raises InputError for a file that is none, or of another schema."""
+    """The Comparison in a compare.json. Raises InputError for another file or schema."""
     saved = Comparison.load(path)
     if saved.contexts != list(CONTEXTS):
         raise InputError(f"{path}: contexts are {saved.contexts}; expected {list(CONTEXTS)}")
@@ -26,10 +26,10 @@ def load(path: Path) -> Comparison:
 
 
 def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of Setup and of Protocol that a settings file names, or a compare.json, whose run is then repeated.
+    """The fields of Setup and Protocol that a settings file names, or those of a compare.json, to repeat its run.
 
-    The file is JSON: {"setup": {"steps": 400, ...}, "protocol": {"seeds": 5, ...}}. Raises InputError for fields that
-    are not there, and for values of another type.
+    The file is JSON: {"setup": {"steps": 400, ...}, "protocol": {"seeds": 5, ...}}. Raises InputError for unknown
+    fields and for values of another type.
     """
     data = read(path)
     kept = {"setup": data.get("setup", {}), "protocol": data.get("protocol", {})}

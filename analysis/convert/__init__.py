@@ -1,7 +1,7 @@
-"""Conversion of existing models: their sequence mixers run as dsf recurrences from then on.
+"""Conversion of existing models: afterwards their sequence mixers run as dsf recurrences.
 
-find names the mixers; cores, forwards, softmax and fir hold one table entry for each kind; patch changes a model and
-changes it back; layer runs a converted mixer's recurrence; conversion ties them together.
+find names the mixers; cores, forwards, softmax and fir hold a table entry for each kind of mixer; patch changes a model
+and undoes the change; layer runs a converted mixer's recurrence; conversion joins these.
 """
 
 from dsf.analysis.convert.conversion import ConversionError, Converted, convert, register

@@ -33,19 +33,19 @@ NOTES = {
 }
 POSITIONS = "a cached call without position_ids goes on after the cache; the original starts at position 0 again"
 FORGETFUL = ("BambaAttention", "MiniMaxAttention")  # in models that forget positions
-LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original forgets it"
+LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original does not"
 CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
 
 
 class ConversionError(DsfError):
-    """A model that cannot be converted, and why."""
+    """The error for a model that cannot be converted; it says why."""
 
 
 class Converted:
     """A model whose mixers dsf runs.
 
-    model: the same object that was given, changed in place. layers: what was converted; left_alone: what was not, and
-    why. print(converted) is the report. undo() restores the model; as a context manager it does so at the end.
+    model: the object that was given, changed in place. layers: the converted mixers; left_alone: those not converted,
+    with reasons. print(converted) shows the report. undo() restores the model; so does the end of a `with` block.
     """
 
     def __init__(self, model: nn.Module, layers: list[Layer], left_alone: list[LeftAlone], patches: Patches) -> None:
@@ -72,9 +72,9 @@ class Converted:
         raise KeyError(f"no converted layer is called {name!r}; they are {', '.join(x.name for x in self.layers)}")
 
     def state_size(self, context: int, width: int = 4) -> dict[str, StateSize]:
-        """What every layer that has run keeps of one sequence after `context` tokens; width: bytes a number.
+        """Size of what all layers that have run keep of one sequence after `context` tokens. width: bytes a number.
 
-        Raises ConversionError before the first call of the model, which tells the sizes.
+        Raises ConversionError before the first call of the model, whose inputs give the sizes.
         """
         found = {}
         for layer in self.layers:
@@ -97,16 +97,16 @@ class Converted:
 
 
 def convert(model: nn.Module) -> Converted:
-    """Run every sequence mixer of a PyTorch model as a dsf recurrence, from now on and in place.
+    """Replace every sequence mixer of a PyTorch model by a dsf recurrence, in place.
 
-    The model's outputs stay the same, for whole sequences, pieces with a cache, token by token and with padding; where
-    the original is itself wrong, the layer's notes say how. Caches keep the model's own layout, so one that was filled
-    before the conversion goes on. Works for transformers' models (SSM, delta, linear and softmax mixers and their
-    hybrids) and for classes given to `register`.
+    The model's outputs stay the same: for whole sequences, in pieces with a cache, token by token and with padding.
+    Where the original is wrong, the layer's notes say how. Caches keep the model's layout, so a cache filled before the
+    conversion stays valid. Works for transformers' models (SSM, delta, linear and softmax mixers and their hybrids),
+    for layers of dsf.mixers and for classes given to `register`.
 
     Warns where transformers is older than the OLDEST that was tried.
-    Raises ConversionError for what is not a torch module, a model on the meta device, a model that is converted
-    already, or one without any mixer that is known (naming those that are not).
+    Raises ConversionError for an object that is no torch module, a model on the meta device, a model that is already
+    converted, and a model without a known mixer (naming the unknown ones).
     """
     _check(model)
     found, left = find(model)
@@ -136,7 +136,7 @@ def convert(model: nn.Module) -> Converted:
 def register(
     target: type[nn.Module] | str, recurrence: Recurrence, kind: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Teach `convert` a mixer class (or its name): decorates the forward to use in place of the class's.
+    """A decorator that teaches `convert` a mixer class (or its name): the function replaces the class's forward.
 
         @register(MyMixer, unnormalized_linear_attention)
         def my_mixer(layer, module, x):
@@ -144,7 +144,8 @@ def register(
             y, state = layer.run(unnormalized_linear_attention, q=q, k=k, v=v)
             return module.out(y.flatten(2))
 
-    The function gets the Layer, the module and the arguments of the original forward, and returns what that returns.
+    target: the class, or its name. recurrence: what stands for it in reports. kind: its name in reports. The function
+    gets the Layer, the module and the arguments of the original forward, and returns what that forward returns.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,7 +233,9 @@ def _forget(module: nn.Module) -> None:
 
 
 def _set_attention(model: Any, patches: Patches) -> bool:
-    """Route softmax attention to ours; False where the model does not let its attention be set."""
+    """Route softmax attention through dsf's function; returns False where the model does not let its attention be
+    set.
+    """
     if not hasattr(model, "set_attn_implementation"):
         return False
     softmax.register()
@@ -245,7 +248,7 @@ def _set_attention(model: Any, patches: Patches) -> bool:
 
 
 def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurrent_only: bool) -> None:
-    """Keep the arguments of the model's calls, and repair what models get wrong in cached ones (see _repaired)."""
+    """Keep the arguments of the model's calls, and correct those of cached calls (see _repaired)."""
     for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
         signature = inspect.signature(type(module).forward)
 
@@ -254,7 +257,7 @@ def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurren
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             arguments = named(signature, module, args, kwargs)
             given = {k: v for k, v in arguments.items() if v is not None}
-            # The inner model is not told all that the outer one was.
+            # The inner model does not get all arguments of the outer one.
             shared.arguments = given if module is model else {**shared.arguments, **given}
             return args, {**kwargs, **_repaired(arguments, "position_ids" in signature.parameters, recurrent_only)}
 
@@ -267,10 +270,10 @@ def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurren
 
 
 def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: bool) -> dict[str, Any]:
-    """Arguments of a cached call that the model would get wrong.
+    """Corrected arguments of a cached call.
 
-    Positions continue after the cache's tokens (some hybrids begin anew, or count a layer without keys); a mask longer
-    than the call is cut to its tokens for models without attention (they multiply by it).
+    Positions continue after the cache's tokens (some hybrids start again at 0, or count a layer without keys). A mask
+    longer than the call is cut to the call's tokens for models without attention, which multiply by it.
     """
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens

@@ -1,14 +1,16 @@
-"""Core functions of transformers' recurrent mixers as dsf recurrences.
+"""The core functions of transformers' recurrent mixers, as dsf recurrences.
 
-A mixer of a modelling file computes its projections, calls one function for the recurrence, and reads it out. CORES
-maps the names of those functions to ours, which take the same arguments after the `Layer`, put them in dsf's layout,
-run the recurrence and put the result back. Layouts: b batch, l tokens, h heads, g groups, d channels, n state rows.
+A mixer of a modelling file computes its projections, calls one function for the recurrence, and computes the readout.
+CORES maps the names of those functions to functions here, which take a `Layer` and the same arguments, convert them to
+dsf's layout, run the recurrence and convert the results back. Layouts: b batch, l tokens, h heads, g groups, d
+channels, n state rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +25,19 @@ from dsf.mixers import kda, rwkv4
 
 @dsf.recurrence(name="s6")
 def s6_core(x: Value, delta: Value, b: Key, c: Key, A: Param[Key, Value], D: Param[Value]) -> System:
-    """S6 (arXiv 2312.00752) from its step size delta > 0 and A < 0, as the released kernels take it."""
+    """S6 (arXiv 2312.00752) with step size delta > 0 and A < 0, the arguments of the released kernels."""
     return System(A=exp(A * delta), B=b * (delta * x), C=c, D=D * x)
 
 
 @dsf.recurrence(name="ssd")
 def ssd_core(x: Value, delta: Scalar, b: Key, c: Key, A: Param[Scalar], D: Param[Scalar]) -> System:
-    """SSD (arXiv 2405.21060) from its step size delta > 0 and A < 0, as the released kernels take it."""
+    """SSD (arXiv 2405.21060) with step size delta > 0 and A < 0, the arguments of the released kernels."""
     return System(A=exp(A * delta), B=b * (delta * x), C=c, D=D * x)
 
 
 @dsf.recurrence(name="gated_deltanet")
 def gated_deltanet_core(q: Key, k: Key, v: Value, g: Scalar, beta: Scalar) -> System:
-    """Gated DeltaNet (arXiv 2412.06464) from the logarithm g of its decay."""
+    """Gated DeltaNet (arXiv 2412.06464) with the log decay g."""
     return System(A=exp(g) * (I - beta * outer(k, k)), B=k * (beta * v), C=q)
 
 
@@ -47,9 +49,9 @@ def selective_scan(
     """S6 over a sequence: hidden_states, dt, z [b, d, l], A [d, n], B, C [b, n, l] -> [b, d, l] (and [b, d, n])."""
     x, delta = hidden_states.mT, _delta(dt.mT, delta_bias, delta_softplus)
     delta = still(layer, delta)
-    cached = layer.cached_state
+    cached = layer.call.cached
     if cached is not None and cached.dim() == 4:  # Zamba: a call for each head, [b, heads, d, n]
-        cached = cached[:, layer.call["runs"]]
+        cached = cached[:, layer.call.runs]
     y, state = _run_s6(layer, x, delta, B.mT, C.mT, A, D, cached)
     y = y.mT.to(hidden_states.dtype)
     y = y if z is None else y * F.silu(z)
@@ -72,7 +74,7 @@ def selective_step(
 def _run_s6(
     layer: Layer, x: Tensor, delta: Tensor, b: Tensor, c: Tensor, A: Tensor, D: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x, delta [b, l, d], b, c [b, l, n], state [b, d, n]: all channels are one head's."""
+    """Run S6 with all channels in one head: x, delta [b, l, d], b, c [b, l, n], state [b, d, n]."""
     x, delta, b, c = (t.unsqueeze(2) for t in (x, delta, b, c))
     skip = x.new_zeros(1, x.shape[-1]) if D is None else D.unsqueeze(0)
     start = None if state is None else state.mT.unsqueeze(1)
@@ -81,7 +83,7 @@ def _run_s6(
 
 
 def still(layer: Layer, gate: Tensor) -> Tensor:
-    """gate [b, l, ...] with zeros at padding tokens, so that they neither decay nor write the state."""
+    """gate [b, l, ...] with zeros at padding tokens, which then neither decay nor write the state."""
     pads = layer.padding(gate.shape[1])
     return gate if pads is None else gate.masked_fill(pads.view(*pads.shape, *([1] * (gate.dim() - 2))), 0)
 
@@ -111,8 +113,9 @@ def ssd_step(
     D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """SSD, one token: state [b, h, d, n] (written in place), hidden_states [b, h, d]; dt, A, D, dt_bias are spread
-    over channels. The step size is clamped as in a whole sequence, which the original forgets."""
+    """SSD, one token: state [b, h, d, n] (written in place), hidden_states [b, h, d]; dt, A, D, dt_bias expanded
+    over channels. The step size is clamped as for a whole sequence; the original does not clamp it.
+    """
     y, final = chunk_scan(
         layer, hidden_states.unsqueeze(1), dt[..., 0].unsqueeze(1), A[:, 0, 0], B.unsqueeze(1), C.unsqueeze(1),
         D=None if D is None else D[:, 0], dt_bias=None if dt_bias is None else dt_bias[:, 0], initial_states=state,
@@ -125,23 +128,13 @@ def ssd_step(
 
 
 def gated_delta_rule(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet: query, key [b, l, groups, n], value [b, l, h, d], g (log decay), beta [b, l, h]."""
-    return _delta_rule(layer, gated_deltanet_core, query, key, value, g, beta, options)
-
-
-def kimi_delta_attention(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """KDA: as the gated delta rule, with a log decay for each key dimension, g [b, l, h, n]."""
-    return _delta_rule(layer, kda, query, key, value, g, beta, options)
-
-
-def _delta_rule(
-    layer: Layer, recurrence: Recurrence, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
-    options: dict[str, Any],
+    recurrence: Recurrence, layer: Layer, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    *_: Any, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gated DeltaNet or KDA: query, key [b, l, groups, n], value [b, l, h, d], beta [b, l, h].
+
+    g: the log decay, [b, l, h] or, for KDA, [b, l, h, n].
+    """
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     q, k = query.to(wide), key.to(wide)
     if options.get("use_qk_l2norm_in_kernel"):
@@ -175,13 +168,15 @@ def wkv(
 
 
 def not_fused(layer: Layer, *_: Any, **__: Any) -> None:
-    """In place of a kernel that would run the whole mixer: None makes the caller take its pieces one by one."""
+    """Replacement of a kernel that runs a whole mixer: None makes the caller compute the parts one by one."""
     return None
 
 
 @dataclass(frozen=True)
 class Core:
-    """One kind of core: what it is called, its recurrence, our functions by the names of the originals."""
+    """One kind of core: its name in reports, its recurrence, and the replacement of each of the original functions
+    by name.
+    """
 
     kind: str
     recurrence: Recurrence
@@ -200,12 +195,12 @@ CORES: list[Core] = [
         "mamba2_split_conv1d_scan_combined": not_fused,
     }),
     Core("Gated DeltaNet", gated_deltanet_core, {
-        "torch_chunk_gated_delta_rule": gated_delta_rule,
-        "torch_recurrent_gated_delta_rule": gated_delta_rule,
+        "torch_chunk_gated_delta_rule": partial(gated_delta_rule, gated_deltanet_core),
+        "torch_recurrent_gated_delta_rule": partial(gated_delta_rule, gated_deltanet_core),
     }),
     Core("KDA", kda, {
-        "chunk_kimi_delta_attention": kimi_delta_attention,
-        "recurrent_kimi_delta_attention": kimi_delta_attention,
+        "chunk_kimi_delta_attention": partial(gated_delta_rule, kda),
+        "recurrent_kimi_delta_attention": partial(gated_delta_rule, kda),
     }),
     Core("WKV-4", rwkv4, {"rwkv_linear_attention": wkv}),
 ]  # fmt: skip

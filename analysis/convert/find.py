@@ -1,4 +1,4 @@
-"""Finding the sequence mixers of a model, known and unknown."""
+"""Search for the sequence mixers of a model, known and unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONLINEAR = (nn.LSTM, nn.GRU, nn.RNN)
 
 @dataclass(frozen=True)
 class Found:
-    """A mixer and how it is converted: through its core functions, its forward, attention, or a convolution."""
+    """A mixer, and how it is converted: by its core functions, its forward, attention, or a convolution."""
 
     name: str
     module: nn.Module
@@ -59,7 +59,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
-    """Every mixer of the model in the order of its modules, and what looks like one but is not known."""
+    """(known mixers in the order of the model's modules, modules that look like mixers but are unknown)."""
     found: list[Found] = []
     left: list[LeftAlone] = []
     inside: set[int] = set()
@@ -80,7 +80,7 @@ def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
 
 
 def _quantised(model: nn.Module) -> list[LeftAlone]:
-    """One entry for each class of quantised layers: they go on as they are, inside converted mixers too."""
+    """One LeftAlone for each class of quantised layers: they keep running, also inside converted mixers."""
     classes: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if "quant" in type(module).__module__ or re.search(r"\dbit|Quant", type(module).__name__):
@@ -94,7 +94,7 @@ def _how(module: nn.Module) -> Core | Forward | str | None:
     own = FORWARDS.get(cls) or FORWARDS.get(cls.__name__)
     if own is not None:
         return own
-    if isinstance(module, Mixer):  # ours, whichever: its declaration says all
+    if isinstance(module, Mixer):  # a layer of dsf.mixers: its declaration is known
         return Forward(cls.__name__, module.recurrence, declared)
     names = names_used(cls)
     for core in CORES:

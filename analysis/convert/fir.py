@@ -1,4 +1,4 @@
-"""Short causal convolutions: a mixer of their own (LFM), and the front of many others."""
+"""Short causal convolutions: the mixer of some models (LFM), and the first part of many mixers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fir(taps: int) -> Recurrence:
 
 
 def fir_inputs(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """The inputs of fir(K) for x [B, T, C] and a depthwise kernel weight [C, K], oldest tap first, as torch has it."""
+    """The inputs of fir(K) from x [B, T, C] and a depthwise kernel weight [C, K] in torch's order, oldest tap first."""
     flipped = weight.flip(-1).to(x.dtype)
     eye = torch.eye(weight.shape[-1] - 1, dtype=x.dtype, device=x.device)
     rows = {f"e{i}": eye[i : i + 1] for i in range(len(eye))}
@@ -65,9 +65,9 @@ def causal_conv(
     layer: Layer, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """transformers' causal_conv1d_fn: hidden_states [b, d, L], the newest tokens last after cached ones.
+    """transformers' causal_conv1d_fn: hidden_states [b, d, L], cached tokens first, then the call's.
 
-    Unlike the original it keeps packed sequences apart, and padding neither enters nor stays in the cache.
+    Unlike the original it separates packed sequences, and keeps padding out of the outputs and the cache.
     """
     tokens = _new_tokens(layer, hidden_states)
     context = hidden_states.shape[-1] - tokens
@@ -76,8 +76,8 @@ def causal_conv(
     if pads is not None:
         x = x.masked_fill(F.pad(pads, (context, 0)).unsqueeze(1), 0)
         _keep_last(layer, x, pads, context)
-    if layer.cu_seqlens is not None:
-        index = torch.searchsorted(layer.cu_seqlens[1:], torch.arange(tokens, device=x.device), right=True)
+    if layer.call.cu_seqlens is not None:
+        index = torch.searchsorted(layer.call.cu_seqlens[1:], torch.arange(tokens, device=x.device), right=True)
         segments = F.pad(index, (context, 0))[None].expand(x.shape[0], -1)
     if layer.kind == "FIR":
         _show(layer, x, weight, context)
@@ -89,7 +89,7 @@ def causal_conv_step(
     layer: Layer, hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """transformers' causal_conv1d_update: tokens [b, d, L] after conv_state [b, d, K], shifted in place."""
+    """transformers' causal_conv1d_update: tokens [b, d, L] after conv_state [b, d, K], which is shifted in place."""
     x = torch.cat([conv_state, hidden_states], dim=-1).to(weight.dtype)
     conv_state.copy_(x[..., -conv_state.shape[-1] :])
     if layer.kind == "FIR":
@@ -99,19 +99,21 @@ def causal_conv_step(
 
 
 def _new_tokens(layer: Layer, hidden_states: Tensor) -> int:
-    """How many of the columns are this call's tokens (the rest is what a cache put in front)."""
-    given = layer.call["arguments"]
+    """The number of columns that are this call's tokens; columns before them come from a cache."""
+    given = layer.call.arguments
     own = given.get("hidden_states", given.get("input_states"))
     return hidden_states.shape[-1] if own is None else own.shape[1]
 
 
 def _keep_last(layer: Layer, x: Tensor, pads: Tensor, context: int) -> None:
-    """Write the last inputs before trailing padding into the cache, where the original would keep the padding."""
-    index, cache = getattr(layer.module, "layer_idx", None), layer.cache
+    """Write the last inputs before trailing padding into the cache; the original would write the padding."""
+    index, cache = getattr(layer.module, "layer_idx", None), layer.call.cache
     trailing = trailing_padding(pads)
     if cache is None or index is None or not bool(trailing.any()):
         return
-    kept = cache.layers[index].conv_states[getattr(layer.module, "conv_idx", 0)]  # inkling has several a layer
+    kept = cache.layers[index].conv_states[
+        getattr(layer.module, "conv_idx", 0)
+    ]  # inkling has several convolutions a layer
     width = kept.shape[-1]
     padded = F.pad(x, (width, 0))
     last = padded.shape[-1] - trailing
@@ -120,7 +122,7 @@ def _keep_last(layer: Layer, x: Tensor, pads: Tensor, context: int) -> None:
 
 
 def _show(layer: Layer, x: Tensor, weight: Tensor, context: int) -> None:
-    """Show recorders the convolution as a system, its state the columns before the new tokens."""
+    """Show the convolution to recorders as a system whose state is the columns before the new tokens."""
     taps = weight.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     columns = F.pad(x, (max(0, taps - 1 - context), 0)).to(wide)
@@ -128,7 +130,7 @@ def _show(layer: Layer, x: Tensor, weight: Tensor, context: int) -> None:
     start = columns[..., columns.shape[-1] - new - (taps - 1) : columns.shape[-1] - new].flip(-1).mT.unsqueeze(1)
     layer.state = (1, taps - 1, x.shape[1])
     inputs = fir_inputs(columns[..., columns.shape[-1] - new :].mT, weight.to(wide))
-    layer.show(Run(fir(taps), inputs, start if context else None, layer.call["runs"]))
+    layer.show(Run(fir(taps), inputs, start if context else None, layer.call.runs))
 
 
 def _activation(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Mixers without a core function to replace: their forward is written anew around `Layer.run`.
+"""Mixers without a replaceable core function: their forward is written again around `Layer.run`.
 
-FORWARDS maps class names to functions of (layer, module, *arguments) that return what the module's forward does.
+FORWARDS maps class names to functions of (layer, module, *arguments) that return what the module's forward returns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def lightning(
     layer: Layer, module: Any, hidden_states: Tensor, position_embeddings: Any = None,
     attention_mask: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """MiniMax's lightning attention: RetNet with the layer's own slopes, SiLU on q, k, v, norm and gate after."""
+    """MiniMax's lightning attention: RetNet with the layer's slopes, SiLU on q, k and v, then norm and gate."""
     tokens = hidden_states.shape[1]
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     q, k, v = qkv.unflatten(-1, (module.num_attention_heads, 3 * module.head_dim)).split(module.head_dim, dim=-1)
     pads = layer.padding(tokens)
     slope = module.slope_rate.flatten()
     k = still(layer, k)
-    cache = layer.cache
+    cache = layer.call.cache
     start = None if cache is None else cache.get_linear_cache(module.layer_idx)
     y, final = layer.run(retnet, start, q=q, k=k, v=v, slope=slope)
     if pads is not None and cache is not None:
@@ -48,24 +48,24 @@ def griffin(
     layer: Layer, module: Any, input_states: Tensor, position_ids: Tensor, attention_mask: Any = None,
     use_cache: bool = True, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """RecurrentGemma's recurrent block: convolution, RG-LRU, gate. Its state stays in the module, as in the original.
+    """RecurrentGemma's recurrent block: convolution, RG-LRU, gate. The state stays in the module, as in the original.
 
-    The convolution continues from its last inputs in calls of any length, and does not see across resets.
+    The convolution continues from its last inputs in calls of any length, and stops at resets.
     """
     batch, tokens = input_states.shape[:2]
     gate = module.act_fn(module.linear_y(input_states))
     x = module.linear_x(input_states).mT
     past = module.conv1d_width - 1
-    fresh = module.conv1d_state is None or module.conv1d_state.shape[0] != batch
-    if not use_cache or fresh:
-        module.conv1d_state = x.new_zeros(batch, x.shape[1], past)
+    before = module.conv1d_state
+    if not use_cache or before is None or before.shape[0] != batch:
+        before = x.new_zeros(batch, x.shape[1], past)
         module.rg_lru.recurrent_states = None
     reset = (position_ids == 0).expand(batch, -1)
     pads = layer.padding(tokens)
     if pads is not None:
         x = x.masked_fill(pads.unsqueeze(1), 0)
         reset = reset & ~pads
-    columns = torch.cat([module.conv1d_state.to(x.dtype), x], dim=-1)
+    columns = torch.cat([before.to(x.dtype), x], dim=-1)
     segments = F.pad(reset.long().cumsum(-1), (past, 0))
     y = convolve(columns, module.conv_1d.weight[:, 0], module.conv_1d.bias, segments)[..., past:].mT
     y, state = _rg_lru(layer, module.rg_lru, y, reset, pads)
@@ -91,7 +91,7 @@ def _rg_lru(layer: Layer, module: Any, x: Tensor, reset: Tensor, pads: Tensor | 
 
     r = pre(module.recurrent_gate_weight, module.recurrent_gate_bias)
     i = pre(module.input_gate_weight, module.input_gate_bias)
-    if pads is not None:  # gates so far closed that neither decay nor input are left
+    if pads is not None:  # a gate this low leaves neither decay nor input
         closed = pads[..., None, None]
         r, i, x = r.masked_fill(closed, -1e4), i.masked_fill(closed, -1e4), x.masked_fill(closed, 0)
     start = module.recurrent_states
@@ -108,9 +108,10 @@ def xlstm(
     c_initial: Tensor | None = None, n_initial: Tensor | None = None, m_initial: Tensor | None = None,
     return_last_states: bool | None = None, mode: str | None = None,
 ) -> Any:  # fmt: skip
-    """The mLSTM backend: query, key [b, h, l, n], value [b, h, l, p], gates [b, h, l]; states C, n, m as it keeps them.
+    """The backend of xLSTM's mLSTM: query, key [b, h, l, n], value [b, h, l, p], gates [b, h, l]; states C, n, m as it
+    keeps them.
 
-    The original adds eps (in the scale of its running maximum) to the quotient's denominator; the system has none.
+    The original adds eps, in the scale of its running maximum, to the denominator of the quotient; the system does not.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     i, f = igate.mT, fgate.mT
@@ -125,17 +126,16 @@ def xlstm(
     y, final = layer.run(mlstm, start, q=q, k=k, v=v, i=i, f=f)
     y = y.transpose(1, 2).to(value.dtype)
     p = value.shape[-1]
-    mode = module.config.mode if mode is None else mode
     last = module.config.return_last_states if return_last_states is None else return_last_states
-    if "inference" in mode or last:
+    if "inference" in (mode or module.config.mode) or last:
         return y, (final[..., :p], final[..., p], final[:, :, 0, p + 1].unsqueeze(-1))
     return y
 
 
 def rwkv_shift(call: ModelCall, module: Any, hidden: Tensor, state: Any, slot: int) -> Tensor:
-    """RWKV's token shift: every token's predecessor, [b, l, d], also for one token of many sequences.
+    """RWKV's token shift: the predecessor of every token, [b, l, d], also in calls of one token for several sequences.
 
-    Padding counts as nothing: not as a predecessor, and not as the last token that the state keeps.
+    Padding is neither a predecessor nor the last token kept in the state.
     """
     tokens = hidden.shape[1]
     pads = call.padding(tokens)
@@ -156,7 +156,7 @@ def rwkv_shift(call: ModelCall, module: Any, hidden: Tensor, state: Any, slot: i
 def rwkv_key_value(
     call: ModelCall, module: Any, hidden: Tensor, state: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """RwkvSelfAttention.extract_key_value; the original mixes up the batch in calls of one token."""
+    """RwkvSelfAttention.extract_key_value; the original mixes sequences of a batch in calls of one token."""
     shifted = rwkv_shift(call, module, hidden, state, 1)
 
     def mix(rate: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def rwkv_key_value(
 
 
 def rwkv_feed_forward(call: ModelCall, module: Any, hidden: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-    """RwkvFeedForward.forward; the original mixes up the batch in calls of one token."""
+    """RwkvFeedForward.forward; the original mixes sequences of a batch in calls of one token."""
     shifted = rwkv_shift(call, module, hidden, state, 0)
     key = hidden * module.time_mix_key + shifted * (1 - module.time_mix_key)
     receptance = hidden * module.time_mix_receptance + shifted * (1 - module.time_mix_receptance)
@@ -179,7 +179,7 @@ def declared(
     layer: Layer, module: Mixer, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, *,
     attention_mask: Tensor | None = None, use_cache: bool = True, **tokens: Tensor,
 ) -> Any:  # fmt: skip
-    """A layer of dsf.mixers: it runs its recurrence itself, so that nothing changes; recorders are shown its inputs."""
+    """A layer of dsf.mixers: it runs its own recurrence unchanged; its inputs are shown to recorders."""
     options = {"attention_mask": attention_mask, "use_cache": use_cache}
     y, after = type(module).forward(module, x, state, cu_seqlens, **options, **tokens)  # type: ignore[arg-type]
     layer.state = module.dims
@@ -187,13 +187,15 @@ def declared(
         recurrent = None if state is None else state.recurrent
         with torch.no_grad():
             inputs = module.inputs(x, state, cu_seqlens, **tokens)
-        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.get("runs", 0)))
+        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.runs))
     return y, after
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A mixer class whose forward is replaced: what it is called, its recurrence, the new forward, what differs."""
+    """A mixer class with a replaced forward: its name in reports, its recurrence, the new forward, the differences
+    from the original.
+    """
 
     kind: str
     recurrence: Recurrence
@@ -214,7 +216,7 @@ FORWARDS: dict[str | type[nn.Module], Forward] = {
     ),
 }  # fmt: skip
 
-# Methods with a defect that no core function can reach: (class name, method) -> replacement of (call, module, …).
+# Methods with a defect outside any core function: (class name, method) -> replacement of (call, module, …).
 METHODS: dict[tuple[str, str], Callable[..., Any]] = {
     ("RwkvSelfAttention", "extract_key_value"): rwkv_key_value,
     ("RwkvFeedForward", "forward"): rwkv_feed_forward,

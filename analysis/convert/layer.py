@@ -1,4 +1,4 @@
-"""`Layer`: one converted mixer of a model, and the runs of its recurrence."""
+"""`Layer`: a converted mixer of a model, and the runs of its recurrence."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dsf.trajectory import Attention, Trajectory
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a layer's recurrence on real inputs: what a recorder is shown.
+    """One run of a layer's recurrence, as a recorder receives it.
 
-    inputs: the recurrence's, by name; state: what it started from; attention: for softmax, its operands instead.
-    part: which of several runs in one call of the layer (Zamba's heads). backward: tokens come last first.
+    inputs: of the recurrence, by name. state: the initial state. attention: the operands of softmax attention, which
+    has no inputs here. part: the run's number within one call of the layer (Zamba runs one for each head). backward:
+    the tokens are in reversed order.
     """
 
     recurrence: Recurrence
@@ -31,7 +32,7 @@ class Run:
     backward: bool = False
 
     def trajectory(self) -> Trajectory:
-        """The trajectory of this run, structured; without gradients."""
+        """The structured Trajectory of this run, without gradients."""
         with torch.no_grad():
             if self.attention is not None:
                 return Trajectory(self.recurrence.spec, None, None, self.attention)
@@ -44,14 +45,35 @@ class Run:
 Listener = Callable[["Layer", Run], None]
 
 
+@dataclass
+class Call:
+    """One call of a module.
+
+    arguments: by name, also those that the core does not receive. cu_seqlens: boundaries of packed sequences, or None.
+    cached: the recurrent state in the model's cache at the start of the call, in the model's layout. runs: of the
+    recurrence, so far.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    cu_seqlens: Tensor | None = None
+    cached: Tensor | None = None
+    runs: int = 0
+
+    @property
+    def cache(self) -> Any:
+        """The model's cache, under whichever of its names it was passed, or None."""
+        return cache_in(self.arguments)
+
+
 @dataclass(eq=False)
 class Layer:
     """A mixer that dsf runs.
 
-    name: its path in the model. module: the original module, whose projections are still used. kind: the core, in
-    words. recurrence: what runs in place of it. notes: where the original differs from the system it stands for.
-    conv: numbers a short convolution in front keeps for a sequence. state: (heads, N, P) once it has run, parts: runs a
-    call (Zamba's heads), key_heads: those of a KV cache, window: the tokens it keeps. shared: the model's call.
+    name: its path in the model. module: the original module, whose projections are still used. kind: the core's name.
+    recurrence: what runs in place of the core. notes: how the original differs from that system. conv: numbers that a
+    short convolution keeps for a sequence. state: (heads, N, P), known after the first run. parts: runs a call.
+    key_heads: of a KV cache; window: its tokens. shared: the current call of the model. call: the current call of the
+    module.
     """
 
     name: str
@@ -66,66 +88,47 @@ class Layer:
     window: int | None = None
     shared: ModelCall = field(default_factory=lambda: ModelCall(), repr=False)
     listeners: list[Listener] = field(default_factory=list, repr=False)
-    call: dict[str, Any] = field(default_factory=dict, repr=False)
+    call: Call = field(default_factory=Call, repr=False)
 
     def enter(self, arguments: Mapping[str, Any]) -> None:
-        """Begin one call of the module: keep the arguments that its core is not given."""
-        self.call = {
-            "runs": 0,
-            "arguments": arguments,
-            "cu_seqlens": boundaries({**arguments, **self.shared.arguments}),
-        }
-        # Read now: during the call the cache is told about the new tokens before the core runs.
-        self.call["cached"] = recurrent_state_of(self.cache, getattr(self.module, "layer_idx", None))
-
-    @property
-    def cache(self) -> Any:
-        """The cache of this call, whatever its argument is called, or None."""
-        return cache_in(self.call["arguments"])
+        """Begin one call of the module."""
+        self.call = Call(arguments, boundaries({**arguments, **self.shared.arguments}))
+        # Read now: the model updates its cache before the core runs.
+        self.call.cached = recurrent_state_of(self.call.cache, getattr(self.module, "layer_idx", None))
 
     def padding(self, tokens: int) -> Tensor | None:
         """bool [B, tokens], True where the call's tokens are padding; None when none is."""
         return self.shared.padding(tokens)
 
-    @property
-    def cached_state(self) -> Tensor | None:
-        """The recurrent state in the model's cache when the call began, in the model's layout."""
-        return self.call.get("cached")
-
-    @property
-    def cu_seqlens(self) -> Tensor | None:
-        """Boundaries of packed sequences in this call, or None."""
-        return self.call.get("cu_seqlens")
-
     def run(
         self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
     ) -> tuple[Tensor, Any]:
-        """Run `recurrence` in its own layout ([B, T, H, ·], state [B, H, N, P]); returns y and the final state.
+        """Run `recurrence` on inputs in its own layout, [B, T, H, ·], state [B, H, N, P]; returns (y, final state).
 
-        backward: says to recorders that the caller has turned the tokens around, last first.
-        Packed sequences of the call are kept apart. Inputs go to one floating type, float32 unless all is float64.
+        backward: tells recorders that the caller has reversed the tokens. Packed sequences of the call are kept apart.
+        Inputs are converted to float32, or float64 where an input is float64.
         """
         wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
         dtype = torch.float64 if wide else torch.float32
         given: dict[str, Any] = {name: x.to(dtype) for name, x in inputs.items()}
         state = None if state is None else state.to(dtype)
-        bounds = self.cu_seqlens if state is None else None
+        bounds = self.call.cu_seqlens if state is None else None
         y, final = recurrence(**given, initial_state=state, cu_seqlens=bounds, return_state=True)
         self.state = (y.shape[2], final.shape[-2], y.shape[-1])
-        self.show(Run(recurrence, given, state, self.call.get("runs", 0), backward=backward))
+        self.show(Run(recurrence, given, state, self.call.runs, backward=backward))
         if bounds is not None:
-            final = final[-1:]  # a cache continues the last of the packed sequences
+            final = final[-1:]  # a cache continues the last packed sequence
         return y, final
 
     def show(self, run: Run) -> None:
-        """Tell recorders about a run."""
-        self.call["runs"] = self.parts = run.part + 1
+        """Pass a run to the recorders."""
+        self.call.runs = self.parts = run.part + 1
         for listener in self.listeners:
             listener(self, run)
 
 
 class ModelCall:
-    """The arguments of the model's own forward, which its mixers see only in part."""
+    """The arguments of the model's forward, of which its mixers receive a part."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = {}
@@ -144,7 +147,7 @@ class ModelCall:
 
 
 def trailing_padding(pads: Tensor) -> Tensor:
-    """How many padding tokens end each row of pads [B, T]: [B]."""
+    """The number of padding tokens at the end of each row of pads [B, T]: [B]."""
     return pads.flip(-1).long().cumprod(-1).sum(-1)
 
 
@@ -155,7 +158,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
-    """What a transformers cache holds for a recurrent layer, None before its first call."""
+    """The recurrent state of layer `index` in a transformers cache; None before its first call."""
     if index is None or cache is None:
         return None
     try:
@@ -168,7 +171,7 @@ def recurrent_state_of(cache: Any, index: int | None) -> Tensor | None:
 
 
 def boundaries(arguments: Mapping[str, Any]) -> Tensor | None:
-    """cu_seqlens of a call's keyword arguments: from cu_seq_lens_q or from seq_idx [1, T]; None when not packed."""
+    """cu_seqlens from a call's cu_seq_lens_q or seq_idx [1, T]; None where nothing is packed."""
     given = arguments.get("cu_seq_lens_q")
     if given is None and arguments.get("seq_idx") is not None:
         index = arguments["seq_idx"][0]

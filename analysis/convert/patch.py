@@ -1,4 +1,4 @@
-"""Changing a model so that it can be changed back: hooks, attributes, and names in modelling files."""
+"""Changes of a model that can be undone: hooks, attributes, and functions of modelling files."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _INSTALLED: dict[tuple[str, str], tuple[int, Any]] = {}  # (file, name) -> (conv
 
 
 class Patches:
-    """What one conversion changed, newest last."""
+    """The changes of one conversion, newest last."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def on_undo(self, action: Callable[[], None]) -> None:
-        """Do `action` when undone."""
+        """Run `action` when the changes are undone."""
         self._undo.append(action)
 
     def undo(self) -> None:
-        """Put everything back, newest change first. A second call does nothing."""
+        """Undo all changes, newest first. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of this one module, over its class's."""
+        """Set an attribute on this module alone, in place of its class's."""
         before = module.__dict__.get(name)
         object.__setattr__(module, name, value)
 
@@ -81,7 +81,7 @@ class Patches:
 def named(
     signature: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """A call's arguments by name; those of **kwargs beside the others."""
+    """A call's arguments by name, with those of **kwargs among them."""
     bound = signature.bind_partial(module, *args, **kwargs).arguments
     extra = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     return {**{k: v for k, v in bound.items() if k not in extra}, **(bound.get(extra[0], {}) if extra else {})}

@@ -23,7 +23,7 @@ LAYERS: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary(
 
 
 def register() -> None:
-    """Make attn_implementation="dsf" known, with additive masks: without them sliding windows would be lost."""
+    """Register attn_implementation="dsf" with additive masks, without which sliding windows would be lost."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -37,8 +37,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """query [b, h, t, n], key, value [b, g, s, ·], mask additive or bool [b|1, h|1, t, s] -> ([b, t, h, p], weights).
 
-    The kernel trick of exponential features: the state is the KV cache that the model keeps. Scores that are not an
-    inner product (softcap) are not exponential features and take the model's own way.
+    Softmax as exponential features, whose state is the model's KV cache. Scores with a softcap are not inner products,
+    so they are no exponential features; the model's own function computes them.
     """
     layer = LAYERS.get(module)
     if layer is None or options.get("softcap") is not None:
@@ -47,14 +47,14 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shown = layer.shared.mask(key.shape[2])
     seen, bias = _split_mask(module, query, key, attention_mask, options.get("position_bias"), shown)
-    seen = _apart(seen, layer.cu_seqlens, query)
+    seen = _apart(seen, layer.call.cu_seqlens, query)
     sink = options.get("s_aux", getattr(module, "sinks", None))
     operands = Attention(query * scale, key, value, seen, bias, sink)
     layer.window = options.get("sliding_window") or layer.window
     layer.state, layer.key_heads = (query.shape[1], key.shape[-1], value.shape[-1]), key.shape[1]
     dropped = dropout if module.training else 0.0
     own = _declared_as(operands, options.get("sliding_window"))
-    layer.show(Run(own or softmax_attention, {}, None, layer.call.get("runs", 0), operands))
+    layer.show(Run(own or softmax_attention, {}, None, layer.call.runs, operands))
     if own is not None and not dropped and not options.get("output_attentions"):
         return _run(own, operands), None
     if sink is None and not dropped and not options.get("output_attentions"):
@@ -66,7 +66,7 @@ def attention(
 
 @functools.cache
 def declared(window: int | None, sunk: bool) -> Recurrence:
-    """Softmax attention of scaled queries over the last `window` tokens, with a sink s in its sum where `sunk`."""
+    """Softmax attention of scaled queries over the last `window` tokens; with `sunk`, a sink s in its denominator."""
 
     def windowed(q: Key, k: Key, v: Value) -> System:
         return System(A=I, B=exp_features(k) * v, C=exp_features(q), normalize=dsf.ratio, window=window)
@@ -82,9 +82,9 @@ def declared(window: int | None, sunk: bool) -> Recurrence:
 
 
 def _declared_as(operands: Attention, window: int | None) -> Recurrence | None:
-    """The declaration that these operands are a call of, from no cache; None where there is none but plain attention.
+    """The declaration that computes these operands without a cache, or None for plain attention.
 
-    What is seen has to be the last tokens and nothing else: padding and packed sequences go by their masks.
+    Its mask may hide only tokens before a window: padding and packed sequences keep their masks.
     """
     tokens, places = operands.a.shape[2], operands.k.shape[2]
     if (window is None and operands.sink is None) or operands.bias is not None or tokens != places:
@@ -101,7 +101,7 @@ def _declared_as(operands: Attention, window: int | None) -> Recurrence | None:
 
 
 def _run(recurrence: Recurrence, operands: Attention) -> Tensor:
-    """y [b, t, h, p] of a declaration."""
+    """y [b, t, h, p] of a declaration on these operands."""
     q, k, v = (x.transpose(1, 2) for x in (operands.a, operands.k, operands.v.to(operands.a.dtype)))
     sink = [] if operands.sink is None else [operands.sink.to(torch.promote_types(q.dtype, torch.float32))]
     y: Tensor = recurrence(q, k.to(q.dtype), v, *sink)
@@ -120,9 +120,9 @@ def _fused(operands: Attention) -> Tensor:
 def _split_mask(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, shown: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What each query sees (None: plain causal) and what is added to its scores (None: nothing).
+    """(what each query sees, None for plain causal attention; what is added to its scores, None for nothing).
 
-    A row that sees nothing (padding) sees all, as softmax of equal scores does.
+    A row that sees nothing (padding) sees everything, as softmax of equal scores does.
     """
     tokens, places = query.shape[2], key.shape[2]
     if mask is None:
@@ -131,7 +131,9 @@ def _split_mask(
         plain = tokens == places
         causal = torch.ones(1, 1, tokens, places, dtype=torch.bool, device=query.device).tril(places - tokens)
         return (None if plain else causal), bias
-    if mask.shape[-1] < places:  # MiniMax counts the tokens of a layer that has none: its mask lacks the cache
+    if (
+        mask.shape[-1] < places
+    ):  # MiniMax takes the cache's length from a layer without keys, so its mask lacks the cached tokens
         mask = _with_past(mask, places - mask.shape[-1], shown)
     mask = mask[..., :places]
     if mask.dtype == torch.bool:
@@ -145,7 +147,9 @@ def _split_mask(
 
 
 def _with_past(mask: Tensor, past: int, shown: Tensor | None) -> Tensor:
-    """mask [b|1, h|1, t, s] with `past` columns in front, visible where `shown` [b, past + s] says so (all if None)."""
+    """mask [b|1, h|1, t, s] with `past` columns in front, visible where `shown` [b, past + s] is True; all visible
+    for None.
+    """
     see, hide = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
     front = mask.new_full((*mask.shape[:-1], past), see)
     if shown is not None:
@@ -155,7 +159,7 @@ def _with_past(mask: Tensor, past: int, shown: Tensor | None) -> Tensor:
 
 
 def _apart(seen: Tensor | None, cu_seqlens: Tensor | None, query: Tensor) -> Tensor | None:
-    """seen without what lies in other sequences of a packed call (not every model looks at the boundaries)."""
+    """seen, with the other sequences of a packed call hidden; some models ignore the boundaries."""
     tokens = query.shape[2]
     if cu_seqlens is None or int(cu_seqlens[-1]) != tokens or (seen is not None and seen.shape[-1] != tokens):
         return seen

@@ -1,4 +1,4 @@
-"""Measures of a Trajectory, each a small function; measures_spectra, measures_kernel and measures_state hold them."""
+"""Measures of a Trajectory, one function each: spectra (forgetting), kernel (the matrix Phi), state (size, work)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a system attends to: the kernel matrix Phi, and what is read off it."""
+"""The kernel matrix Phi of a system, and measures of what it attends to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from dsf.trajectory import Trajectory
 
 
 def kernel_matrix(trajectory: Trajectory) -> Tensor:
-    """Phi with y = Phi · u, [B, H, T, S, p] (DSF eq. 12): what input u_j weighs in output y_i.
+    """The kernel matrix: Phi with y = Phi · u, [B, H, T, S, p] (DSF eq. 12); entry (i, j) weighs input u_j in output
+    y_i.
 
-    Exact for every system: erasure, quotients, bonuses and skips included; for softmax, the attention matrix.
-    S = T times the micro-steps of a token (for attention with a cache, the keys seen). p = P where channels differ.
+    Exact for every system, with erasure, quotients, bonuses and skips; for softmax the attention matrix. S is T times
+    the micro-steps of a token (for attention with a cache, the keys seen); p = P where channels differ, else 1.
     """
     return trajectory.kernel_matrix()
 
 
 def output(trajectory: Trajectory) -> Tensor:
-    """y = Phi · u, [B, T, H, P]: the recurrence's output, computed through the kernel matrix (from a zero state).
+    """y = Phi · u, [B, T, H, P]: the recurrence's output from a zero state, computed with the kernel matrix.
 
     Raises InputError for a system without one driving input.
     """
@@ -35,7 +36,7 @@ def output(trajectory: Trajectory) -> Tensor:
     elif trajectory.drive is not None:
         u = trajectory.drive.transpose(1, 2)
     else:
-        raise InputError(f"{trajectory.spec.name}: no one input drives the system, so Phi does not apply to an input")
+        raise InputError(f"{trajectory.spec.name}: the system has no single driving input to multiply Phi with")
     if phi.shape[-1] == 1:
         return (phi.squeeze(-1) @ u).transpose(1, 2)
     return torch.einsum("bhijp,bhjp->bihp", phi, u)
@@ -45,16 +46,17 @@ def attention_map(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
     """|Phi| averaged over channels, micro-steps summed, each row scaled to sum 1, [B, H, T, S]; a picture of attention.
 
     The absolute value makes systems with signed weights comparable with softmax (HiddenMambaAttn, arXiv 2403.01590).
-    phi: kernel_matrix(trajectory) where it is at hand.
+    phi: kernel_matrix(trajectory) where it is known.
     """
     weights = _tokens(_phi(trajectory, phi).abs().mean(-1), trajectory)
     return weights / _nonzero(weights.sum(-1, keepdim=True))
 
 
 def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
-    """Tokens away that output i looks, Σ_j |Phi_ij| |i - j| / Σ_j |Phi_ij|, [B, H, T, p] (arXiv 2406.14528).
+    """Mean distance in tokens of what output i depends on, Σ_j |Phi_ij| |i - j| / Σ_j |Phi_ij|, [B, H, T, p] (arXiv
+    2406.14528).
 
-    Tokens back, for all but attention that sees both sides. phi: kernel_matrix(trajectory) where it is at hand.
+    The distance is into the past, except for attention to both sides. phi: kernel_matrix(trajectory) where it is known.
     """
     weights = _tokens(_phi(trajectory, phi).abs(), trajectory, axis=3)
     tokens, places = weights.shape[2], weights.shape[3]
@@ -64,9 +66,10 @@ def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
 
 
 class EffectiveStateSize(NamedTuple):
-    """Numbers of the past that outputs depend on, [B, H, len(at), p] each.
+    """Effective state sizes, numbers [B, H, len(at), p].
 
-    tolerance: singular values of H_i above the tolerance. entropy: exp of the entropy of the normalised ones.
+    tolerance: the number of singular values of H_i above the tolerance. entropy: exp of the entropy of the normalised
+    singular values.
     """
 
     tolerance: Tensor
@@ -78,10 +81,10 @@ def effective_state_size(
 ) -> EffectiveStateSize:
     """Effective state size: how many numbers of the past the future depends on, from H_i = Phi[i:, :i].
 
-    at: tokens i, 1 ≤ i < T (the middle by default). tolerance: relative to H_i's largest singular value.
-    phi: kernel_matrix(trajectory) where it is at hand.
-    At most N per channel for a state of N rows; at most K - 1 for a convolution of K taps; up to min(i, T - i) for
-    softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises InputError for a token outside 1 … T - 1.
+    at: tokens i, 1 ≤ i < T (by default the middle). tolerance: relative to H_i's largest singular value. phi:
+    kernel_matrix(trajectory) where it is known. At most N per channel for a state of N rows; at most K - 1 for a
+    convolution of K taps; up to min(i, T - i) for softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises
+    InputError for a token outside 1 … T - 1.
     """
     phi = _phi(trajectory, phi).movedim(-1, 2)  # [B, H, p, T, S]
     tokens, places = phi.shape[3], phi.shape[4]
@@ -107,7 +110,9 @@ def entropy_rank(sigma: Tensor) -> Tensor:
 
 
 def phi_distance(a: Trajectory, b: Trajectory) -> Tensor:
-    """‖Phi_a - Phi_b‖ / ‖Phi_a‖ (Frobenius), a head, [B, H]. Both of the same B, T, H; channels broadcast."""
+    """Relative distance of two kernel matrices, ‖Phi_a - Phi_b‖ / ‖Phi_a‖ (Frobenius), [B, H]. Both have the same B,
+    T, H; channels broadcast.
+    """
     one, other = torch.broadcast_tensors(a.kernel_matrix(), b.kernel_matrix())
     return (one - other).flatten(2).norm(dim=-1) / _nonzero(one.flatten(2).norm(dim=-1))
 
@@ -118,10 +123,11 @@ def special_case(
     inputs: Mapping[str, Tensor],
     translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> float:
-    """How far `general` with translated inputs is from `special`: the largest |difference| of outputs over their range.
+    """Difference between `general` on translated inputs and `special`: the largest |difference| of outputs over their
+    range.
 
-    inputs: of special, by name. translate: gives general's inputs from them, e.g. Gated DeltaNet with alpha = 1 from
-    DeltaNet's. Around 1e-15 in float64 where special is a case of general.
+    inputs: of special, by name. translate: computes general's inputs from them, such as Gated DeltaNet's with alpha = 1
+    from DeltaNet's. The result is about 1e-15 in float64 where special is a case of general.
     """
     given: dict[str, Any] = dict(translate(inputs))
     own: dict[str, Any] = dict(inputs)
@@ -130,10 +136,10 @@ def special_case(
 
 
 def embed(trajectory: Trajectory, n: int) -> Trajectory:
-    """The same input-output map with a state of n rows: rows are added and C is zero on them (DSF Lemma 2).
+    """The same input-output map with a state of n rows: the added rows are not read, C is zero there (DSF Lemma 2).
 
-    The new rows are written like the first one, so they are not empty; nothing reads them, and corrections leave them
-    alone. Raises InputError for n below the present size, or odd where the Key axis is taken in pairs.
+    The new rows are written as the first row is, so that they are not empty; corrections leave them alone. Raises
+    InputError for n below the present size, and for an odd n where the Key axis is taken in pairs.
     """
     size = trajectory.state_size[0]
     if n < size:
@@ -169,10 +175,10 @@ def embed(trajectory: Trajectory, n: int) -> Trajectory:
 
 
 def taylor_error(trajectory: Trajectory, orders: Sequence[int]) -> list[float]:
-    """Error of softmax attention whose exponential features are cut after degree r, for each r of orders.
+    """Errors of softmax attention whose exponential features are cut after degree r, for each r of orders.
 
-    The largest |difference| of outputs over the range of the true ones (DSF Lemma 1; a finite state of
-    Σ_{p ≤ r} N^p rows). Raises InputError for a trajectory that is not plain softmax attention.
+    The largest |difference| of outputs over the range of the exact outputs (DSF Lemma 1; the state has Σ_{p ≤ r} N^p
+    rows). Raises InputError for a trajectory that is not plain softmax attention.
     """
     attention = trajectory.attention
     if attention is None or attention.sink is not None or attention.bias is not None:
@@ -197,7 +203,7 @@ def _phi(trajectory: Trajectory, phi: Tensor | None) -> Tensor:
 
 
 def _tokens(weights: Tensor, trajectory: Trajectory, axis: int = -1) -> Tensor:
-    """Columns of a token's micro-steps summed."""
+    """The matrix with the columns of a token's micro-steps summed."""
     micro = 1 if trajectory.problem is None else trajectory.problem.micro
     return weights if micro == 1 else weights.unflatten(axis, (-1, micro)).sum(axis + 1 if axis >= 0 else axis)
 

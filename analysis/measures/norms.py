@@ -1,19 +1,19 @@
-"""The norm of a diagonal plus one rank-one matrix without forming it, vectorised over tokens."""
+"""The spectral norm of a diagonal plus a rank-one matrix without forming the matrix, vectorised over tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 20  # numbers of a block: small enough for a cache
-SWEEPS = 56  # halvings: float64 has 53 bits
+BLOCK = 1 << 20  # numbers in a block of matrices, which fits a cache
+SWEEPS = 56  # halvings of the bracket: float64 has 53 bits
 
 
 def norms(d: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Spectral norms of diag(d) + l rᵀ: three [M, N] -> [M].
+    """Spectral norms of diag(d) + l rᵀ: three tensors [M, N] -> [M], in float64.
 
-    AᵀA = D² + W S Wᵀ with W = [D l, r]: bisection on how many of its eigenvalues exceed λ, which the inertia of a
-    2 x 2 matrix tells (Sylvester's law). Computed in float64.
+    AᵀA = D² + W S Wᵀ with W = [D l, r]: bisection on the number of its eigenvalues above λ, which the inertia of a 2 x
+    2 matrix gives (Sylvester's law).
     """
     wide = [x.double() for x in (d, left, right)]
     step = max(1, BLOCK // d.shape[-1])

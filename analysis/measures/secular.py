@@ -7,21 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 19  # numbers of a block: less costs calls, more leaves the cache
-PASSES = 3  # over all roots of a block before those that have converged leave
-ROUNDS = 60  # of PASSES at most; from PATIENCE on one of them halves the bracket, which ends every case in time
+BLOCK = 1 << 19  # numbers in a block: fewer cost more calls, more do not fit the cache
+PASSES = 3  # steps on all roots of a block before converged ones are removed
+ROUNDS = 60  # rounds of PASSES at most; from PATIENCE on one step a round halves the bracket, so that all cases end
 PATIENCE = 8
-ACCURACY = 1e-13  # of a root, in units of the spectrum's extent
+ACCURACY = 1e-13  # tolerance of a root, in units of the spectrum's extent
 APART = 1e-11  # entries of d nearer than this count as one
 SMALLEST = 1e-12  # |z_i| below count as this: moves eigenvalues by its square at most
 
 
 class _Roots(NamedTuple):
-    """Roots that are being looked for, [M, R] each, R of each of M matrices; places are relative to the nearest pole.
+    """Roots that have not converged, [M, R] each, R roots of each of M matrices; places are relative to the nearest
+    pole.
 
-    matrix [M]: which poles. pole, near: index of the nearest pole, and its z². far: place of the pole on the other
-    side (of the last root, which has none: of the last pole but one). side: -1 for the last root, else 1.
-    at, low, high: the best estimate and its bracket. place: in the result.
+    matrix [M]: index of the matrix. pole, near: index of the nearest pole, and its z². far: place of the pole on the
+    other side (for the last root, which has none, that of the last pole but one). side: -1 for the last root, else 1.
+    at, low, high: the estimate and its bracket. place: index in the result.
     """
 
     matrix: Tensor
@@ -36,12 +37,13 @@ class _Roots(NamedTuple):
 
 
 def eigenvalues_of_update(d: Tensor, weights: Tensor) -> Tensor:
-    """Eigenvalues of diag(d) + z zᵀ with z² = weights ≥ 0, two [M, N] -> [M, N], ascending, to 1e-10 of their extent.
+    """Eigenvalues of diag(d) + z zᵀ with z² = weights ≥ 0, two tensors [M, N] -> [M, N], ascending, to 1e-10 of their
+    extent.
 
-    Roots of the secular equation 1 + Σ z_i²/(d_i - λ) = 0, one between neighbouring entries of d and one above them
-    (Golub 1973). Each step interpolates by the two poles around the root (Li, LAPACK working note 89: the nearer pole
-    exactly, the rest through one pole at the other side), inside a bracket. Entries that agree are one pole with the
-    sum of their weights; places are relative to the nearest. Computed in float64, results in d's dtype.
+    Roots of the secular equation 1 + Σ z_i²/(d_i - λ) = 0: one between neighbouring entries of d, and one above them
+    all (Golub 1973). Each step interpolates with the two poles around the root (Li, LAPACK working note 89: the nearer
+    pole exactly, all others as one pole on the other side), inside a bracket. Equal entries are one pole with the sum
+    of their weights. Computed in float64; the results have d's dtype.
     """
     if d.shape[-1] == 1:
         return d + weights
@@ -64,7 +66,7 @@ def _solve(poles: Tensor, z: Tensor, first: Tensor, total: Tensor) -> Tensor:
     """The roots [M, N], in units of the extent."""
     count, n = poles.shape
     step = max(1, BLOCK // (n * n))
-    room = torch.empty(step * n * n, dtype=poles.dtype, device=poles.device)  # fresh memory would cost as much again
+    room = torch.empty(step * n * n, dtype=poles.dtype, device=poles.device)  # a new tensor would double the cost
     origins, found, left = torch.empty_like(poles), torch.empty_like(poles), []
     for i in range(0, count, step):
         part = slice(i, i + step)
@@ -81,7 +83,7 @@ def _solve(poles: Tensor, z: Tensor, first: Tensor, total: Tensor) -> Tensor:
 
 
 def _start(poles: Tensor, z: Tensor, first: Tensor, total: Tensor, offset: int, room: Tensor) -> _Roots:
-    """First estimates from the secular function half-way between poles, whose sign tells the nearer one."""
+    """First estimates. The sign of the secular function half-way between two poles tells which pole is nearer."""
     count, n = poles.shape
     half = torch.cat([poles.diff(dim=-1), total], dim=-1) / 2
     last = (torch.arange(n, device=poles.device) == n - 1).expand(count, n)
@@ -95,7 +97,7 @@ def _start(poles: Tensor, z: Tensor, first: Tensor, total: Tensor, offset: int, 
     other = first.gather(1, beside)
     near, rest = z.gather(1, pole) ** 2, z.gather(1, other) ** 2
     far = poles.gather(1, other) - poles.gather(1, pole)
-    far = torch.where(far == 0, -1.0, far)  # all poles are one: anywhere will do
+    far = torch.where(far == 0, -1.0, far)  # all poles coincide: any place will do
     middle = torch.where(above, -half, half)
     low = torch.where(above, -half, torch.where(value < 0, half, 0.0))  # beyond half-way: the last root only
     high = torch.where(above, 0.0, torch.where(value < 0, 2 * half, half))
@@ -107,7 +109,7 @@ def _start(poles: Tensor, z: Tensor, first: Tensor, total: Tensor, offset: int, 
 
 
 def _advance(poles: Tensor, z: Tensor, roots: _Roots, found: Tensor, room: Tensor, halve: bool = False) -> _Roots:
-    """PASSES steps; writes the estimates into found and returns the roots that need more, one a row."""
+    """Take PASSES steps; write the estimates into found, and return the roots that need more, one a row."""
     those, own = poles[roots.matrix], z[roots.matrix]
     origin, pole = those.gather(1, roots.pole).unsqueeze(-1), roots.pole.unsqueeze(-1)
     terms = room[: roots.at.numel() * own.shape[-1]].view(*roots.at.shape, -1)
@@ -132,18 +134,20 @@ def _advance(poles: Tensor, z: Tensor, roots: _Roots, found: Tensor, room: Tenso
 
 
 def _dot(terms: Tensor, z: Tensor) -> Tensor:
-    """[M, R, N] times [M, N] -> [M, R]; a matrix product costs more than it saves where R = 1."""
+    """[M, R, N] times [M, N] -> [M, R]; where R = 1 a matrix product would be slower."""
     return (terms * z.unsqueeze(1)).sum(-1) if terms.shape[1] == 1 else (terms @ z.unsqueeze(1).mT).squeeze(-1)
 
 
 def _two_poles(rest: Tensor, near: Tensor, other: Tensor, far: Tensor, side: Tensor) -> Tensor:
-    """The zero of rest - near/x + other/(far - x) between 0 and far, or where side < 0 beyond 0 away from far."""
+    """The zero of rest - near/x + other/(far - x): between 0 and far, or where side < 0 beyond 0 on the side away
+    from far.
+    """
     linear = rest * far + near + other
     root = side * (linear**2 - 4 * rest * near * far).clamp(min=0).sqrt()
     return torch.where(side * linear <= 0, (linear - root) / (2 * rest), 2 * near * far / (linear + root))
 
 
 def _within(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """x, or the middle of its bracket where it is outside by more than roundings."""
+    """x, or the middle of its bracket where x is outside by more than rounding errors."""
     inside = x.clamp(min=low, max=high)
     return torch.where((x - inside).abs() <= 1e-6 * inside.abs(), inside, (low + high) / 2)

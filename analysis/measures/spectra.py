@@ -1,8 +1,8 @@
 """How a system forgets: eigenvalues and norms of A_t, products over time, half-lives.
 
-All take a Trajectory and use its structure: elementwise transitions and scalar decays with corrections need no N x N
-matrix, nor does a key-diagonal decay with one correction; the rest is dense up to DENSE_LIMIT.
-Axes of results: [B, T, H, N, p], p = P where channels differ, else 1.
+All functions take a Trajectory and use its structure. Elementwise transitions, scalar decays with corrections and
+key-diagonal decays with one correction need no N x N matrix; other transitions are formed as dense matrices, up to N =
+DENSE_LIMIT. Results have the axes [B, T, H, N, p], p = P where channels differ, else 1.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from dsf.kernels.operators import Transition
 from dsf.language.errors import InputError
 from dsf.trajectory import Trajectory
 
-DENSE_LIMIT = 256  # widest N whose matrices may be formed
-BLOCK_NUMBERS = 1 << 24  # numbers a block of dense matrices may hold
+DENSE_LIMIT = 256  # largest N for which dense matrices are formed
+BLOCK_NUMBERS = 1 << 24  # numbers in a block of dense matrices
 
 
 def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
-    """Eigenvalues of A_t, [B, T, H, N, p], real where the structure makes them real, else complex. No unit.
+    """Eigenvalues of A_t, [B, T, H, N, p], without unit; real where the structure makes them real, else complex.
 
-    paper: of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
-    Closed forms: elementwise, the entries; α(I - βkkᵀ), α (N-1 times) and α(1 - β|k|²); R corrections of a scalar
-    decay, an R x R problem; one correction of a diagonal decay with entries of one sign (KDA, RWKV-7), those of the
-    symmetric D^½(I - βkkᵀ)D^½ from its secular equation, to 1e-9 of the spectrum's extent; turned pairs without
-    corrections, those of their 2 x 2 blocks, a e^{±iθ} where the decay a is equal within a pair. Otherwise dense. For
-    softmax and windows, equal ones: [B, T, H, 1, 1], the decay (turns left out) or, in the paper's form, η_{t-1}/η_t
-    times that. Raises InputError for a dense problem wider than DENSE_LIMIT.
+    paper: those of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
+
+    Closed forms: for elementwise A the entries; for α(I - βkkᵀ) α (N-1 times) and α(1 - β|k|²); for R corrections of a
+    scalar decay an R x R problem; for one correction of a diagonal decay with entries of one sign (KDA, RWKV-7) the
+    secular equation of the symmetric D^½(I - βkkᵀ)D^½, to 1e-9 of the spectrum's extent; for turned pairs without
+    corrections their 2 x 2 blocks, a e^{±iθ} where the decay a is equal within a pair. For softmax and windows all are
+    equal, [B, T, H, 1, 1]: the decay (without turns), times η_{t-1}/η_t in the paper's form. Raises InputError for a
+    dense problem wider than DENSE_LIMIT.
     """
     if trajectory.attention is not None:
         own = trajectory.attention.decay
@@ -61,16 +62,18 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
 
 
 def spectral_radius(trajectory: Trajectory, paper: bool = False) -> Tensor:
-    """max |λ| of A_t, [B, T, H, p]. Below one, a state that nothing writes to dies out."""
+    """max |λ| of A_t, [B, T, H, p], without unit. If A is constant and this is below 1, a state that is not written
+    to decays to zero.
+    """
     return eigenvalues(trajectory, paper).abs().amax(-2)
 
 
 def transition_norm(trajectory: Trajectory) -> Tensor:
-    """Spectral norm of A_t, its largest stretch of a state in one token, [B, T, H, p].
+    """Spectral norm of A_t, [B, T, H, p], without unit: the largest factor by which one token lengthens a state.
 
     Elementwise: the largest |entry|. Scalar decay with R corrections: singular values on the span of the 2R vectors,
-    |decay| off it. Diagonal decay with one correction: bisection. Turned pairs: those of 2 x 2 blocks. Otherwise dense
-    (InputError above DENSE_LIMIT).
+    and |decay| off it. Diagonal decay with one correction: bisection. Turned pairs: 2 x 2 blocks. Raises InputError for
+    any other A wider than DENSE_LIMIT.
     """
     a = _full(trajectory.token_transition, trajectory)
     n = _size(trajectory)
@@ -97,16 +100,18 @@ def transition_norm(trajectory: Trajectory) -> Tensor:
 
 
 def cumulative_decay(trajectory: Trajectory) -> Tensor:
-    """Product of the decays of tokens 1 … t, corrections left out, [B, T, H, n, p] (LongMamba's prod A, 2504.16053)."""
+    """Product of the decays of tokens 1 … t, without corrections, [B, T, H, n, p] (LongMamba's prod A, arXiv
+    2504.16053).
+    """
     a = _full(trajectory.token_transition, trajectory)
     return _moduli(a, trajectory).cumprod(1)
 
 
 def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
-    """Spectral norm of A_t … A_{start+1}, what is left of a state `start` tokens in: [B, T - start, H, p].
+    """Spectral norm of A_t … A_{start+1}, [B, T - start, H, p]: what is left of the state after `start` tokens.
 
-    Elementwise systems: the largest |product|. With corrections the N x N product is carried (InputError above
-    DENSE_LIMIT).
+    Elementwise systems: the largest |product|. With corrections, N x N products are formed. Raises InputError for these
+    where N is above DENSE_LIMIT.
     """
     a = _full(trajectory.token_transition, trajectory)
     if a.is_elementwise:
@@ -129,14 +134,15 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
     """Finite-time Lyapunov exponents, nats per token, [B, H, N, p], largest first.
 
     The growth rates (1/T) log R_kk of the QR method (Benettin et al. 1980). For elementwise systems the means of
-    log|decay|; -inf where an entry is zero. With corrections one QR of N x N a token (InputError above DENSE_LIMIT).
+    log|decay|, -inf where an entry is zero. With corrections, one QR of an N x N matrix a token. Raises InputError for
+    these where N is above DENSE_LIMIT.
     """
     a = _full(trajectory.token_transition, trajectory)
     n, tokens = _size(trajectory), trajectory.tokens
     if a.is_elementwise:
         mean = a.decay.abs().log().mean(1)
         return mean.expand(*mean.shape[:2], n, mean.shape[-1]).sort(dim=-2, descending=True).values
-    if a.cross is not None:  # 2 x 2 blocks do not mix, so their exponents are those of the whole
+    if a.cross is not None:  # 2 x 2 blocks do not mix: the system's exponents are theirs
         if a.left is not None:
             _check_dense(trajectory, n)
         matrices = a.pair_blocks(n) if a.left is None else a.to_dense(n)
@@ -159,11 +165,11 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
 
 
 def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
-    """Mean log-decay per token (at most 0 for a stable system), nats, [B, H, N or 1, p].
+    """Mean log decay per token, nats, [B, H, N or 1, p]; at most 0 for a stable system.
 
-    of="decay": the decays alone, what forgetting does without erasure (cheap, any size); tokens that clear an entry
-    (decay 0, a reset) are left out of its mean unless all do. of="transition": the Lyapunov exponents, erasure and
-    resets included.
+    of="decay": of the decays alone, without erasure (cheap for any size); tokens that clear an entry (decay 0, a reset)
+    are left out of its mean unless all do. of="transition": the Lyapunov exponents, with erasure and resets. Raises
+    InputError as `lyapunov_exponents` does.
     """
     if of == "transition":
         return lyapunov_exponents(trajectory)
@@ -176,7 +182,8 @@ def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "de
 def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "transition"] = "decay") -> Tensor:
     """Tokens until a mode has shrunk to `eps` of itself, ln eps / rate, [B, H, N or 1, p]; inf if it never does.
 
-    eps in (0, 1), InputError otherwise. Heavy-tailed: report percentiles(...) of it, not its mean.
+    Report percentiles(...) of it rather than its mean: the distribution is heavy-tailed. Raises InputError for eps
+    outside (0, 1).
     """
     if not 0 < eps < 1:
         raise InputError(f"horizon: eps is what is left of a state, expected 0 < eps < 1, got {eps}")
@@ -185,12 +192,16 @@ def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "tra
 
 
 def half_life(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
-    """Tokens until a mode has halved, ln ½ / rate, [B, H, N or 1, p]; inf if it never does, 0 if it is cleared."""
+    """Tokens until a mode has halved, ln ½ / rate, [B, H, N or 1, p]; inf if it never does, 0 if it is cleared. of:
+    as in `decay_rates`.
+    """
     return horizon(trajectory, 0.5, of)
 
 
 def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
-    """Percentiles of all numbers of x (nearest below, so inf stays itself), one for each of `at` in [0, 100]."""
+    """Percentiles of all numbers of x (the nearest number below, so that inf stays inf), one for each of `at` in [0,
+    100].
+    """
     flat = x.flatten()
     places = [min(int(q / 100 * len(flat)), len(flat) - 1) for q in at]
     return torch.stack([flat.kthvalue(place + 1).values for place in places])
@@ -201,7 +212,7 @@ def _size(trajectory: Trajectory) -> int:
 
 
 def _full(a: Transition, trajectory: Trajectory) -> Transition:
-    """Batch, token and head axes at full size (constants are stored once)."""
+    """a with batch, token and head axes at full size (constants are stored once)."""
     lead = (trajectory.batch, trajectory.tokens, trajectory.heads)
 
     def spread(x: Tensor | None) -> Tensor | None:
@@ -213,14 +224,14 @@ def _full(a: Transition, trajectory: Trajectory) -> Transition:
 
 
 def _moduli(a: Transition, trajectory: Trajectory) -> Tensor:
-    """The decays [B, T, H, n, p]; of turned pairs |eigenvalue|, √|det| where a pair's two are complex."""
+    """Moduli of the decays, [B, T, H, n, p]; for turned pairs |eigenvalue|, √|det| where a pair's two are complex."""
     if a.cross is None:
         return a.decay
     return _of_blocks(a.pair_blocks(_size(trajectory))).abs()
 
 
 def _of_pairs(a: Transition, trajectory: Trajectory, n: int) -> Tensor:
-    """Eigenvalues of a transition that mixes pairs [B, T, H, N, p]."""
+    """Eigenvalues [B, T, H, N, p] of a transition that mixes pairs."""
     if a.left is None:
         return _of_blocks(a.pair_blocks(n))
     _check_dense(trajectory, n)
@@ -238,7 +249,7 @@ def _of_blocks(blocks: Tensor) -> Tensor:
 
 
 def _pair_propagator(a: Transition, trajectory: Trajectory, start: int, n: int) -> Tensor:
-    """propagator_norm of transitions that mix pairs."""
+    """`propagator_norm` of transitions that mix pairs."""
     if a.left is not None:
         _check_dense(trajectory, n)
     matrices = a.pair_blocks(n) if a.left is None else a.to_dense(n)
@@ -252,7 +263,7 @@ def _pair_propagator(a: Transition, trajectory: Trajectory, start: int, n: int) 
 
 
 def _channels(a: Transition) -> tuple[Tensor, Tensor]:
-    """left, right [B, T, H, p, N, R]: one operator a channel where decay or corrections have channels."""
+    """left, right [B, T, H, p, N, R]: an operator for each channel where decay or corrections have channels."""
     assert a.left is not None and a.right is not None
     p = max(a.decay.shape[-1], a.left.shape[-1], a.right.shape[-1])
     left, right = (x.expand(*x.shape[:-1], p).movedim(-1, 3).mT for x in (a.left, a.right))
@@ -260,12 +271,12 @@ def _channels(a: Transition) -> tuple[Tensor, Tensor]:
 
 
 def _decay_vectors(a: Transition, n: int, p: int) -> Tensor:
-    """decay [B, T, H, p, N]."""
+    """The decay as vectors, [B, T, H, p, N]."""
     return a.decay.expand(*a.decay.shape[:3], n, p).mT
 
 
 def _of_scalar_decay(a: Transition, left: Tensor, right: Tensor, n: int) -> Tensor:
-    """d (N - R times) and d + eig(RᵀL)."""
+    """Eigenvalues for a scalar decay d: d (N - R times) and d + eig(RᵀL)."""
     decay = a.decay.squeeze(-2).unsqueeze(-1)  # [B, T, H, p, 1]
     small = right.mT @ left
     moved = small.squeeze(-1) if a.rank == 1 else torch.linalg.eigvals(small)
@@ -297,7 +308,7 @@ def _norm(decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _blocks(function, *tensors: Tensor, n: int) -> Tensor:  # type: ignore[no-untyped-def]
-    """function over all matrices of [B, T, H, p, ...], so many at a time that BLOCK_NUMBERS holds them."""
+    """function applied to all matrices of [B, T, H, p, ...], at most BLOCK_NUMBERS numbers at a time."""
     lead = tensors[0].shape[:4]
     flat = [x.flatten(0, 3) for x in tensors]
     step = max(1, BLOCK_NUMBERS // (n * n))

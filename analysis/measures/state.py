@@ -1,4 +1,4 @@
-"""What a system holds and costs: states along the sequence, gates, sizes, work."""
+"""Measures of the state: norms along the sequence, gates, sizes, and the work of each form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsf.trajectory import Trajectory
 
 
 def state_norms(trajectory: Trajectory) -> Tensor:
-    """Frobenius norm of S_t, [B, T, H]. Walks the recurrence with one state in memory."""
+    """Frobenius norm of S_t, [B, T, H]. Runs the recurrence with one state in memory."""
     return torch.stack([s.flatten(2).norm(dim=-1) for s in trajectory.walk()], dim=1)
 
 
@@ -33,9 +33,10 @@ def state_change(trajectory: Trajectory) -> Tensor:
 
 
 def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
-    """exp entropy of the normalised singular values of S_t, [B, ⌊T / every⌋, H] (Roy & Vetterli; arXiv 2602.02195).
+    """Effective rank of S_t, exp of the entropy of its normalised singular values, [B, ⌊T / every⌋, H] (Roy & Vetterli;
+    arXiv 2602.02195).
 
-    every: measure each so many tokens (one SVD of N x P a head each).
+    every: distance in tokens between measurements, each of which takes an SVD of N x P a head.
     """
     out = [
         entropy_rank(torch.linalg.svdvals(s)) for t, s in enumerate(trajectory.walk(), 1) if t % every == 0
@@ -46,11 +47,11 @@ def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
 
 
 class Gates(NamedTuple):
-    """Per token and head, [B, T, H] each, no unit.
+    """Gate strengths per token and head, [B, T, H] each, without unit.
 
-    decay: mean |decay| of the state's entries (√|det| of turned pairs), 1 for a system that keeps all. erase: 1 - |det
-    A| / |det decay|, what corrections take away (β|k|² for the delta family, 0 without corrections). write: ‖B_t‖,
-    Frobenius.
+    decay: mean |decay| of the state's entries (√|det| of turned pairs), 1 for a system that keeps everything. erase: 1
+    - |det A| / |det decay|, the share that corrections remove (β|k|² for the delta family, 0 without corrections).
+    write: ‖B_t‖, Frobenius.
     """
 
     decay: Tensor
@@ -59,7 +60,9 @@ class Gates(NamedTuple):
 
 
 def gate_strengths(trajectory: Trajectory) -> Gates:
-    """How strongly each token forgets, erases and writes; micro-steps are multiplied (decay, erase) and summed."""
+    """Strength of decay, erasure and writing of each token. Over micro-steps decay and erase are products, write is
+    a sum.
+    """
     a, problem = trajectory.transition, trajectory.problem
     assert problem is not None  # or there would be no transition
     micro, tokens, heads = problem.micro, trajectory.tokens, trajectory.heads
@@ -85,9 +88,9 @@ def gate_strengths(trajectory: Trajectory) -> Gates:
 
 @dataclass(frozen=True)
 class StateSize:
-    """Numbers a layer keeps of the past for one sequence, and their bytes.
+    """Numbers that a layer keeps for one sequence, and their bytes.
 
-    recurrent: of the states (or, for attention, keys and values: grows with context); conv: of short convolutions.
+    recurrent: of states (for attention of keys and values, which grow with the context); conv: of short convolutions.
     """
 
     recurrent: int
@@ -96,12 +99,12 @@ class StateSize:
 
     @property
     def numbers(self) -> int:
-        """recurrent + conv."""
+        """All numbers: recurrent + conv."""
         return self.recurrent + self.conv
 
     @property
     def bytes(self) -> int:
-        """numbers · width."""
+        """Bytes: numbers · width."""
         return self.numbers * self.width
 
 
@@ -119,10 +122,10 @@ def state_size(
 ) -> StateSize:
     """Size of a recurrence's state after `context` tokens.
 
-    heads, N, P: of the recurrence. For softmax and windows, context · key_heads · (N + P) numbers (key_heads = heads
-    unless grouped) and one a head where a decay is a bias, context cut to `window` or the declaration's; else heads ·
-    rows · columns, whatever the context.
-    conv: numbers that a convolution keeps (channels · (taps - 1)). width: bytes a number.
+    heads, N, P: of the recurrence. For softmax and windows context · key_heads · (N + P) numbers, and one a head where
+    a decay is a bias, with the context cut to `window` or the declaration's window; else heads · rows · columns for any
+    context. key_heads: heads unless keys are shared. conv: numbers that a convolution keeps (channels · (taps - 1)).
+    width: bytes a number.
     """
     if recurrence.spec.is_attention:
         kept = min([context, *(w for w in (window, recurrence.spec.system.window) if w is not None)])
@@ -134,7 +137,9 @@ def state_size(
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one form, per token: flops (multiplications and additions) and bytes (inputs, outputs, state share)."""
+    """Work of one form, per token: flops (multiplications and additions), and bytes (inputs, outputs, a share of the
+    state).
+    """
 
     form: str
     flops: float
@@ -150,10 +155,10 @@ def costs(
     P: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> list[Cost]:
-    """Flops and bytes per token of each form a recurrence has, from its plans (Plan says what is counted).
+    """Flops and bytes per token of each form of a recurrence, by form, from its plans (`Plan` says what is counted).
 
-    Bytes: inputs and outputs once; the recurrent form reads and writes its state every token, chunks carry it once a
-    chunk, the kernel matrix reads a row of T weights.
+    Bytes: inputs and outputs once; the recurrent form reads and writes its state every token, the chunk form once a
+    chunk; the kernel form reads a row of T weights.
     """
     found = []
     for form in recurrence.forms:
@@ -170,7 +175,7 @@ def costs(
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Numbers that training sets, shared ones once."""
+    """The number of trainable parameters, shared ones once."""
     return sum(p.numel() for p in module.parameters())
 
 

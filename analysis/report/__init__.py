@@ -1,10 +1,11 @@
-"""The report builder: sections, sortable tables and figures become one HTML file that needs nothing else.
+"""The report builder: sections, sortable tables and figures become one HTML file without external resources.
 
     page = Page("Title", "what this is")
     page.section("Speed", "What to look at.", table(columns, rows), figure(picture, "Title", "Caption."))
     page.write(path)
 
-Pictures are inline (see report_figures), styles and the sorting script too: the file opens offline, in light and dark.
+Pictures (see dsf.analysis.report.figures), styles and the sorting script are inline: the file opens offline, in light
+and dark mode.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from dsf.analysis.report.templates import render, trusted
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a table.
+    """A cell of a table.
 
-    text: what is read. sort: what it is sorted by (the text if None; NaN and missing numbers go last). bar: a share in
-    [0, 1] drawn behind the number. color: of a dot in front of the text. note: shown when pointed at. strong: set off.
+    text: what is shown. sort: the number to sort by (the text if None; NaN last). bar: a share in [0, 1], drawn as a
+    bar behind the text. color: of a dot before the text. note: shown on hover. strong: bold.
     """
 
     text: str
@@ -38,9 +39,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column: its heading, what the heading means (shown when pointed at), and the rows' order by it, if any.
+    """A column of a table. label: its heading; note: the heading's meaning, shown on hover.
 
-    order: "ascending" or "descending" for the column that the rows come sorted by.
+    order: "ascending" or "descending" for the column by which the rows are sorted.
     """
 
     label: str
@@ -48,7 +49,7 @@ class Column:
     order: str = ""
 
 
-Block = str  # a piece of HTML that these functions made; any other string is text, and is escaped
+Block = str  # HTML made by these functions; any other string is text and is escaped
 
 
 def text(*paragraphs: str) -> Block:
@@ -57,7 +58,7 @@ def text(*paragraphs: str) -> Block:
 
 
 def terms(entries: Mapping[str, str]) -> Block:
-    """A list of words and what they mean."""
+    """A list of words with their meanings."""
     return render("terms", entries=entries)
 
 
@@ -67,7 +68,7 @@ def facts(entries: Mapping[str, str]) -> Block:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], caption: str = "") -> Block:
-    """A table that sorts by the column clicked on. Rows must be as long as columns, or ValueError is raised."""
+    """A table that sorts by a clicked column. Raises ValueError for a row of another length than columns."""
     for place, row in enumerate(rows):
         if len(row) != len(columns):
             raise ValueError(f"table: row {place} has {len(row)} cells for {len(columns)} columns")
@@ -75,7 +76,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], caption: st
 
 
 def figure(picture: Block, title: str, caption: str, color: str | None = None) -> Block:
-    """A picture with a title above and one sentence below that says what to look at."""
+    """A picture with a title above it and a caption below it."""
     return render("figure", picture=picture, title=title, caption=caption, color=color)
 
 
@@ -85,7 +86,7 @@ def grid(blocks: Sequence[Block], width: int = 250) -> Block:
 
 
 def details(title: str, *blocks: Block) -> Block:
-    """Blocks folded away under a title."""
+    """Blocks folded under a title."""
     return render("details", title=title, blocks=blocks)
 
 
@@ -96,7 +97,7 @@ def code(source: str) -> Block:
 
 @dataclass
 class Page:
-    """One report: title, a sentence below it, and sections in order."""
+    """A report: a title, a subtitle, an introduction, and sections in order."""
 
     title: str
     subtitle: str
@@ -104,7 +105,7 @@ class Page:
     sections: list[tuple[str, str, tuple[Block, ...]]] = field(default_factory=list)
 
     def section(self, title: str, lead: str, *blocks: Block) -> None:
-        """Add a section: its title, a sentence or two that say what to look at, its content."""
+        """Add a section: its title, a lead that says what to look at, and its blocks."""
         self.sections.append((title, lead, blocks))
 
     def html(self) -> str:
@@ -112,20 +113,20 @@ class Page:
         return render("page", page=self, style=trusted(STYLE), script=trusted(SCRIPT))
 
     def write(self, path: Path) -> None:
-        """Write the page to path, whole or not at all. Raises DsfError where the disk does not take it."""
+        """Write the whole page to path, or nothing. Raises DsfError where the disk is full or not writable."""
         whole_text(path, self.html())
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write data as JSON that any reader takes (inf and nan become null), whole or not at all.
+    """Write data as JSON, a whole file or nothing; inf and nan become null.
 
-    Raises DsfError where the disk does not take it.
+    Raises DsfError where the disk is full or not writable.
     """
     whole_text(path, json.dumps(finite(data), indent=1, ensure_ascii=False) + "\n")
 
 
 def finite(data: object) -> object:
-    """The same data with every number that JSON does not have (inf, nan) as None."""
+    """The same data with None for inf and nan, which JSON does not have."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, Mapping):
@@ -136,7 +137,7 @@ def finite(data: object) -> object:
 
 
 def count(number: float) -> str:
-    """A count in few characters: 950, 12.3k, 4.1M."""
+    """A short text of a count: 950, 12.3k, 4.1M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -144,7 +145,7 @@ def count(number: float) -> str:
 
 
 def duration(tokens: float) -> str:
-    """A number of tokens that may be infinite: 0.4, 12, 3.1k, ∞."""
+    """A short text of a number of tokens, which may be infinite: 0.4, 12, 3.1k, ∞."""
     if math.isinf(tokens):
         return "∞"
     return f"{tokens:.2g}" if tokens < 10 else count(round(tokens))

@@ -1,6 +1,6 @@
-"""Pictures of reports: matplotlib figures as inline SVG whose ink follows the page, light or dark; PNG on request.
+"""Figures of reports: matplotlib figures as inline SVG in the page's text colour, light or dark, or as PNG.
 
-matplotlib is an optional extra (`dsf-zoo[plots]`) and loads when the first figure is made.
+matplotlib is an optional extra (`dsf-zoo[plots]`), imported for the first figure.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from dsf.analysis._write import whole
 from dsf.analysis.report.templates import render, trusted
 from dsf.language.errors import DsfError
 
-INK = "#1e1f22"  # becomes the page's text colour; printable as it is
+INK = "#1e1f22"  # replaced by the page's text colour in SVG; kept in PNG
 _FONTS = "system-ui,-apple-system,'Segoe UI',Inter,Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "DejaVu Sans Mono"  # in figures; on the page the reader's own monospace font
 _MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.0,
     "axes.edgecolor": INK,
@@ -49,7 +50,7 @@ _STYLE = {
 
 
 def require_matplotlib() -> None:
-    """Raise one DsfError that names the extra, unless matplotlib is installed."""
+    """Raise a DsfError that names the extra, unless matplotlib is installed."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -70,7 +71,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def svg(figure: Any, label: str) -> str:
-    """The figure as an inline <svg> that refers to nothing outside; label describes it for those who cannot see it."""
+    """The figure as an inline <svg> without external references. label: a description for screen readers."""
     import matplotlib as mpl
 
     _settle(figure)
@@ -91,7 +92,7 @@ def svg(figure: Any, label: str) -> str:
 
 
 def _settle(figure: Any) -> None:
-    """Lay the figure out once: laying it out at every drawing would move things by a hair each time."""
+    """Compute the figure's layout once; a layout for every drawing would move things slightly."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
@@ -104,19 +105,34 @@ def _font(match: re.Match[str]) -> str:
 
 
 def png(figure: Any, path: Path, dpi: int = 200) -> None:
-    """Write the figure as a PNG on white, the same every time. Raises DsfError where the disk does not take it."""
+    """Write the figure as a PNG on white, with the same bytes every time. Raises DsfError where the disk is full."""
     _settle(figure)
     how: dict[str, Any] = {"format": "png", "dpi": dpi, "facecolor": "white", "metadata": {"Software": None}}
     whole(path, lambda other: figure.savefig(other, **how))
 
 
+def write_pngs(figures: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write every figure as folder/<name>.png, without characters that file names cannot have; returns the paths."""
+    paths = [folder / f"{_file_name(name)}.png" for name in figures]
+    for path, drawn in zip(paths, figures.values(), strict=True):
+        png(drawn, path)
+    return paths
+
+
+def _file_name(name: str) -> str:
+    words = name.replace("←", "backward").replace("→", "forward")
+    return "_".join("".join(c if c.isalnum() or c in "._-" else " " for c in words).split())
+
+
 def colors(number: int) -> list[str]:
-    """`number` colours that read on white and on black: hues around the circle (OKLCH), two lightnesses in turn."""
+    """`number` colours that are readable on white and on black: hues around the circle (OKLCH) with two lightnesses
+    in turn.
+    """
     return [_oklch(0.60 if i % 2 else 0.71, 0.15, 25 + 360 * i / max(number, 6)) for i in range(number)]
 
 
 def ramp(number: int) -> list[str]:
-    """`number` colours in an order that shows, blue to red: for layers by depth."""
+    """`number` colours in a visible order, blue to red, for layers by depth."""
     return [_oklch(0.66, 0.15, 260 - 230 * i / max(1, number - 1)) for i in range(number)]
 
 
@@ -140,7 +156,7 @@ def _channel(x: float) -> int:
 
 
 def fade(color: str) -> Any:
-    """A colour map from nothing (the page shows through) to color."""
+    """A colour map from transparent to color."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     r, g, b = to_rgb(color)

@@ -1,4 +1,4 @@
-"""The HTML of every report as jinja2 templates. Whatever is put into them is escaped, but for blocks made by them."""
+"""The HTML of all reports as jinja2 templates. Everything put into them is escaped, except blocks made by them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ TEMPLATES = {
 
 
 def render(name: str, **values: Any) -> str:
-    """A template filled in: a block (markupsafe.Markup), which other templates take as it is."""
+    """A filled-in template: a block (markupsafe.Markup), which other templates insert unescaped."""
     return trusted(_environment().get_template(name).render(**values))
 
 
 def trusted(html: str) -> str:
-    """HTML that this package made itself, to be put into templates unescaped."""
+    """HTML made by this package itself, which templates insert unescaped."""
     from markupsafe import Markup
 
     return Markup(html)
@@ -70,7 +70,7 @@ def trusted(html: str) -> str:
 
 @cache
 def _environment() -> Any:
-    """jinja2 with autoescape, loaded when the first block is made: the command line starts without it."""
+    """jinja2 with autoescape, imported for the first block, so that the command line starts without it."""
     from jinja2 import DictLoader, Environment, StrictUndefined
 
     found = Environment(autoescape=True, loader=DictLoader(TEMPLATES), undefined=StrictUndefined)

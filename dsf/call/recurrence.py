@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dsf.parallel.world import World
 
 State = Tensor | KVCache
+FinalState = Tensor | Any  # a State; whether it is a KVCache is known from the declaration only, and most are tensors
 
 
 class Recurrence:
@@ -79,13 +80,13 @@ class Recurrence:
         self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
         return_state: Literal[True], form: str = "auto", backend: str = "auto",
         parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
-    ) -> tuple[Tensor, State]: ...  # fmt: skip
+    ) -> tuple[Tensor, FinalState]: ...  # fmt: skip
     @overload
     def __call__(
         self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
         return_state: bool, form: str = "auto", backend: str = "auto",
         parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
-    ) -> Tensor | tuple[Tensor, State]: ...  # fmt: skip
+    ) -> Tensor | tuple[Tensor, FinalState]: ...  # fmt: skip
     def __call__(
         self, /, *args: Tensor, initial_state: State | None = None, cu_seqlens: Tensor | Packing | None = None,
         return_state: bool = False, form: str = "auto", backend: str = "auto", parallel: World | None = None,
@@ -173,7 +174,7 @@ class Recurrence:
 
     def _run_backwards(
         self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan, wanted: bool
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, FinalState]:
         """`_run` from the last token to the first."""
         packed = bounds is not None
         if bounds is not None:
@@ -200,7 +201,7 @@ class Recurrence:
 
     def _run(
         self, bound: Bound, bounds: list[int] | Tensor | None, state: Any, plan: Plan, wanted: bool = True
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, FinalState]:
         """Check the state and run the plan, with autocast switched off. wanted: whether the final state is wanted."""
         device = bound.device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -233,7 +234,7 @@ class Recurrence:
     def step(
         self, state: State | None, /, *args: Tensor, in_place: bool = False, backend: str = "auto",
         reverse: bool = False, **kwargs: Tensor,
-    ) -> tuple[Tensor, State]:  # fmt: skip
+    ) -> tuple[Tensor, FinalState]:  # fmt: skip
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
 
         in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
@@ -254,7 +255,7 @@ class Recurrence:
 
     def _step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, in_place: bool, backend: str
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, FinalState]:
         bound, plan = self._calls.prepare(self.spec, args, kwargs, state, "recurrent", backend, True)
         watch = guard.current() if guard.ON else None
         if watch is not None:

@@ -60,7 +60,26 @@ def draw_tensor(allowed: Range, regime: str, shape: list[int], kind: Kind, seed:
 
 
 @dataclass(frozen=True)
-class Example:
+class Drawn:
+    """Base of what is drawn: fields that all have defaults, those of the smallest."""
+
+    def __repr__(self) -> str:
+        """Source text with only the fields that differ from the smallest."""
+        smallest = type(self)()
+        parts = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        shown = ", ".join(f"{k}={v!r}" for k, v in parts if v != getattr(smallest, k))
+        return f"{type(self).__name__}({shown})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            k: dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for k, v in found.items()
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Example(Drawn):
     """Inputs of one check.
 
     batch, tokens, heads, n, p: B, T, H, N (+ 1 where it must be even), P. dtype: of the per-token inputs, "float64" and
@@ -83,19 +102,6 @@ class Example:
     cuts: tuple[int, ...] = ()
     seed: int = 0
     empties: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        """Source text with only the fields that differ from the smallest example."""
-        smallest = Example()
-        parts = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return f"Example({', '.join(f'{k}={v!r}' for k, v in parts if v != getattr(smallest, k))})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {
-            "groups": dict(self.groups), "regimes": dict(self.regimes), "cuts": list(self.cuts),
-            "empties": list(self.empties),
-        }  # fmt: skip
 
     @property
     def torch_dtype(self) -> torch.dtype:

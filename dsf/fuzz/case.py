@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from dsf.checking.examples import Drawn
 from dsf.checking.measure import KERNELS, TOLERANCE
 
 # Memory layouts of a tensor. All but plain and expanded ones are surrounded by NaN.
@@ -20,8 +21,8 @@ LAYOUTS = ("plain", "offset", "late", "padded", "strided", "transposed", "fused"
 EXPANDED = ("expanded-batch", "expanded-tokens", "expanded-heads")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, repr=False)
+class Case(Drawn):
     """Calls 1 to `calls` of one kind, each with its own numbers, and then the first again.
 
     tokens, batch, heads, n, p: T, B, H, N, P. dtype: of the per-token inputs (Params: float32 with half precisions).
@@ -60,19 +61,6 @@ class Case:
     reverse: bool = False
     way: str = ""
     seed: int = 0
-
-    def __repr__(self) -> str:
-        """Source text with only the fields that differ from the smallest case."""
-        plain = {f.name: getattr(_SMALLEST, f.name) for f in fields(self)}
-        parts = [(name, getattr(self, name)) for name in plain]
-        return f"Case({', '.join(f'{k}={v!r}' for k, v in parts if v != plain[k])})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {
-            k: dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for k, v in found.items()
-        }
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -121,6 +109,3 @@ class Case:
             self, **pairs, frozen=tuple(x for x in self.frozen if x not in names),
             alias=alias if len(alias) > 1 else (), alias_calls=self.alias_calls if len(alias) > 1 else (),
         )  # fmt: skip
-
-
-_SMALLEST = Case()

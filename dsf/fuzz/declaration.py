@@ -74,16 +74,16 @@ class Declaration:
     @functools.cached_property
     def text(self) -> str:
         """The decorated function and what it imports."""
-        used = _names(*self.parts, self.rule) | {"System"} | ({"compose"} if len(self.steps) > 1 else set())
+        *earlier, (a, b) = self.steps
+        used = _names(*self.parts, self.rule) | {"System"} | ({"compose"} if earlier else set())
         marks = {word for kind in self.inputs.values() for word in _names(kind)}
         imported = sorted(marks | {f for f in FUNCTIONS if f in used}, key=str.lower)
         given = ", ".join(f"{name}: {kind}" for name, kind in self.inputs.items())
         lines = ["import dsf", f"from dsf import {', '.join(imported)}", "", "", "@dsf.recurrence"]
         lines += [f"def {NAME}({given}):", *(f"    {self.lets[i][0]} = {self.lets[i][1]}" for i in self._used())]
-        systems = [f"System(A={a}, B={b})" for a, b in self.steps[:-1]]
+        systems = [f"System(A={x}, B={y})" for x, y in earlier]
         more = [("D", self.D, "0"), ("read", repr(self.read), repr("after")), ("normalize", self.rule, "")]
         more += [("drive", self.drive, ""), ("window", str(self.window), "0")]
-        a, b = self.steps[-1]
         last = "".join(f", {name}={value}" for name, value, plain in more if value != plain)
         systems.append(f"System(A={a}, B={b}, C={self.C}{last})")
         if len(systems) == 1:

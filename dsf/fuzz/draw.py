@@ -11,8 +11,7 @@ from dsf.checking.examples import regimes_of
 from dsf.checking.measure import KERNELS, Subject
 from dsf.checking.ranges import Range
 from dsf.fuzz.case import EXPANDED, LAYOUTS, Case
-from dsf.language.expr import Expr, children_first
-from dsf.language.operator import Operator
+from dsf.language.expr import children_first
 from dsf.triton.choose import is_scan
 
 RESIDUES = 64  # T takes every residue of this modulus, for any chunk length of a kernel
@@ -216,10 +215,6 @@ class Cases:
 def _has_directions(recurrence: Recurrence) -> bool:
     """True where vectors are normalised, as by l2norm."""
     spec = recurrence.spec
-    roots = [spec.readout, spec.system.D, *(x for s in spec.system.micro_steps for x in (s.B, *_leaves(s.A)))]
+    roots = [spec.readout, spec.system.D, *(x for s in spec.system.micro_steps for x in (s.B, *s.A.all_exprs))]
     norms = [x for x in children_first(*roots) if x.op in ("rsqrt", "sqrt")]
     return any(y.op == "sum_key" for x in norms for y in children_first(x))
-
-
-def _leaves(a: Operator) -> list[Expr]:
-    return [*a.exprs, *(x for part in a.parts for x in _leaves(part))]

@@ -112,13 +112,8 @@ def roots_of(system: System) -> list[Expr]:
     """Every expression of a System, without normalize."""
     roots = [x for x in (system.C, system.D, system.gauge) if x is not None]
     for step in system.micro_steps:
-        roots += [step.B, *operator_exprs(step.A)]
+        roots += [step.B, *step.A.all_exprs]
     return roots + ([] if system.solve is None else [*system.solve.exprs])
-
-
-def operator_exprs(a: Operator) -> list[Expr]:
-    """Every expression of an operator."""
-    return [*a.exprs, *(e for p in a.parts for e in operator_exprs(p))]
 
 
 def map_operator(a: Operator, change: Callable[[Expr], Expr]) -> Operator:

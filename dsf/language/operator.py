@@ -28,6 +28,11 @@ class Operator(OperatorBase):
     parts: tuple[Operator, ...] = ()
     exprs: tuple[Expr, ...] = ()
 
+    @property
+    def all_exprs(self) -> tuple[Expr, ...]:
+        """Every expression in the tree."""
+        return (*self.exprs, *(x for part in self.parts for x in part.all_exprs))
+
     def __add__(self, other: Any) -> Operator:
         return Operator("sum", (self, as_operator(other)))
 

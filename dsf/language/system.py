@@ -132,7 +132,8 @@ def compose(*systems: System) -> System:
     for system in systems:
         if not isinstance(system, System):
             raise TraceError(f"compose takes Systems, got {type(system).__name__}")
-    for system in systems[:-1]:
+    *others, last = systems
+    for system in others:
         unread = (system.C, system.normalize, system.gauge, system.window, system.solve)
         if any(x is not None for x in unread) or system.D is not const(0):
             raise TraceError(
@@ -140,10 +141,10 @@ def compose(*systems: System) -> System:
             )
         if system.read != "after":
             raise TraceError('only the last micro-step is read: read="before" belongs to it, and means before them all')
-    if len(systems) > 1 and systems[-1].solve is not None:
+    if others and last.solve is not None:
         raise TraceError("by='exact' is a solve over all tokens' losses, not one of several steps of a token")
     flat = tuple(s for system in systems for s in system.micro_steps)
-    return replace(systems[-1], earlier=flat[:-1])
+    return replace(last, earlier=flat[:-1])
 
 
 def ratio(num: Expr, den: Expr) -> Expr:

@@ -183,13 +183,9 @@ def _roots(spec: Spec) -> list[Expr]:
     """Every expression of the System as written."""
     roots = [spec.readout, spec.system.D]
     for step in spec.system.micro_steps:
-        roots += [step.B, *_operator_exprs(step.A)]
+        roots += [step.B, *step.A.all_exprs]
     roots += [] if spec.system.solve is None else [*spec.system.solve.exprs]
     return roots + [x for x in (spec.system.gauge, spec.rule) if x is not None]
-
-
-def _operator_exprs(a: Any) -> list[Expr]:
-    return [*a.exprs, *(e for p in a.parts for e in _operator_exprs(p))]
 
 
 def _check_features(spec: Spec) -> None:

@@ -1,7 +1,7 @@
 """More than one GPU: one sequence over many ranks, for every recurrence, on torch.distributed (docs/parallel.md)."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsf.call.recurrence import Recurrence
 from dsf.parallel import call
@@ -9,6 +9,12 @@ from dsf.parallel.cost import Choice, Link
 from dsf.parallel.cuts import Cuts
 from dsf.parallel.modules import attach, prepare
 from dsf.parallel.world import Sequence, Simulated, World
+
+if TYPE_CHECKING:  # what is late below
+    from dsf.parallel.checkpoint import Checkpoint as Checkpoint
+    from dsf.parallel.plans import plan_of as plan_of
+    from dsf.parallel.styles import HeadShard as HeadShard
+    from dsf.parallel.styles import SequenceShard as SequenceShard
 
 __all__ = [
     "Checkpoint",
@@ -31,7 +37,9 @@ Recurrence.ranks = call
 _LATE = {"Checkpoint": "checkpoint", "HeadShard": "styles", "SequenceShard": "styles", "plan_of": "plans"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        return getattr(importlib.import_module(f"dsf.parallel.{_LATE[name]}"), name)
-    raise AttributeError(f"module 'dsf.parallel' has no attribute {name!r}")
+if not TYPE_CHECKING:  # or every name would be Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _LATE:
+            return getattr(importlib.import_module(f"dsf.parallel.{_LATE[name]}"), name)
+        raise AttributeError(f"module 'dsf.parallel' has no attribute {name!r}")

@@ -108,7 +108,7 @@ def _distributed(param: nn.Parameter, cut: Cut | None, mesh: DeviceMesh) -> nn.P
     whole = param.data if cut is None else cut.arranged(param.data, mesh.size())
     place = Replicate() if cut is None else Shard(cut.axis)
     found = nn.Parameter(distribute_tensor(whole, mesh, [place]), requires_grad=param.requires_grad)
-    found.__dict__.update(param.__dict__)
+    vars(found).update(vars(param))
     return found
 
 

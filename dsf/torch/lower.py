@@ -106,7 +106,7 @@ def decay_factors(spec: Spec) -> tuple[Expr, Expr] | None:
     None where it is no such product, or where another expression has both axes for every token: then some tensor is as
     large as the states of all tokens anyway.
     """
-    if not spec.is_elementwise or spec.decay_axes != {KEY, VALUE} or spec.log_decays is None or len(spec.rows) > 1:
+    if not spec.is_elementwise or spec.decay_axes != {KEY, VALUE} or spec.log_decays is None or len(spec.rows) != 1:
         return None
     (row,) = spec.rows
     if spec.ones is not None or row.dense is not None or len(row.terms) != 1 or len(spec.gated_read[1].axes) == 2:

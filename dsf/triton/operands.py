@@ -15,7 +15,7 @@ from dsf.language.bounds import bounds
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
 from dsf.language.functions import where
-from dsf.language.operator import I, factors_of, normal_form, split_factors, split_scale, summands, times
+from dsf.language.operator import I, factors_of, normal_form, split_scale, summands, times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Row, Spec
 from dsf.language.system import System
@@ -177,7 +177,7 @@ def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
     scale, key, source, value = UNIT, UNIT, ZERO, UNIT
     if row.terms:
         scale, key = split_scale(row.terms[0].key)
-        source, value = split_value(row.terms[0].value)
+        source, value = split_scale(row.terms[0].value, VALUE)
         source = times(scale, source)
     for c in row.normal.corrections:
         if VALUE in c.scale.axes | c.left.axes | c.right.axes:
@@ -202,7 +202,7 @@ def _rank_one(spec: Spec, found: Operands) -> Operands:
     lefts = tuple(ZERO if c is None else times(c.scale, c.left) for c in corrections)
     rights = tuple(ZERO if c is None else c.right for c in corrections)
     keys = tuple(times(s, k) for s, k in zip(found.sources, found.keys, strict=True))
-    own, core = split_value(spec.system.D)
+    own, core = split_scale(spec.system.D, VALUE)
     alone = core is found.values[-1] and not own.axes and spec.micro == 1 and spec.system.read == "after"
     bare = spec.rule is None and found.gate is UNIT
     return replace(
@@ -229,9 +229,3 @@ def _erase(row: Row) -> Expr | None:
     for factor, inverse in left:
         out = out / factor if inverse else times(out, factor)
     return out
-
-
-def split_value(x: Expr) -> tuple[Expr, Expr]:
-    """(scale, core) with x = scale · core, where scale has the factors without a Value axis."""
-    core, scale = split_factors(x, lambda factor: VALUE in factor.axes)
-    return scale, core

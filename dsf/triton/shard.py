@@ -69,7 +69,8 @@ class Shard:
 
             y, final, saved = operator(self.operands, state, self.name, keep, False, None, 0, list(held))
             return y, final, [saved]
-        from dsf.kernels.triton.chunk.operator import PROGRAMS, matrix_mixer
+        from dsf.kernels.triton.chunk.operator import matrix_mixer
+        from dsf.kernels.triton.pointwise.programs import PROGRAMS
 
         y, final, kept = matrix_mixer(self.operands, state, self.name, keep, None, list(held))
         return y, final, [*kept, y] if keep and PROGRAMS[self.name].quotient else kept

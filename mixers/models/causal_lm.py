@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_for, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
@@ -240,8 +241,10 @@ class CausalLM(nn.Module):
         logits = self.lm_head(hidden)
         return CausalOutput(logits, cross_entropy(logits, targets, num_items_in_batch), state)
 
-    if TYPE_CHECKING:  # torch says Any of a module's call
-        __call__ = forward
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @torch.no_grad()
     def step(self, ids: Tensor, state: ModelState | None = None, in_place: bool = False) -> CausalOutput:

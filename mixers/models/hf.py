@@ -64,7 +64,8 @@ class DsfConfig(PreTrainedConfig):
         for usual, name in WORKED_OUT.items():
             agree(usual, rest.pop(usual, None), getattr(self, usual), f"{name} = {getattr(self, name)} and d_model")
         self.use_cache = rest.pop("use_cache", True)
-        super().__init__(**rest, tie_word_embeddings=model.tie_embeddings)
+        rest["tie_word_embeddings"] = model.tie_embeddings
+        super().__init__(**rest)
 
     @property
     def layer_types(self) -> list[str]:
@@ -177,6 +178,8 @@ class DsfPreTrainedModel(PreTrainedModel):
 
 class DsfModel(DsfPreTrainedModel):
     """Embedding, blocks and norm; [B, T] in, hidden states out."""
+
+    layers: nn.ModuleList
 
     def __init__(self, config: DsfConfig) -> None:
         super().__init__(config)
