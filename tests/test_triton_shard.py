@@ -50,6 +50,14 @@ def cut_time(monkeypatch, count):
         monkeypatch.setattr(scan_launches, "segments", lambda tokens, _, t, __: (-(-tokens // t.chunk), t.chunk))
 
 
+def of_y_alone(recurrence, given, dtype, **how):
+    """y, and the gradients of a fixed functional of it."""
+    leaves = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
+    y = recurrence(**leaves, **how)
+    loss = (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).sum()
+    return [y, *torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)]
+
+
 def outcome(recurrence, given, state, dtype, **how):
     """y, the true final state, and the gradients of a fixed functional of both."""
     leaves = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
@@ -111,6 +119,22 @@ def test_ranks_on_the_kernels_equal_the_whole(recurrence, count, monkeypatch, co
     given = draw(recurrence, sum(sizes))
     world = Simulated(3, sizes=sizes, exchange="gather")
     compare(recurrence, given, begun(recurrence, given) if count > 1 else None, world, counted)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=lambda r: r.name)
+def test_ranks_without_a_final_state_equal_the_whole(recurrence, monkeypatch, counted):
+    """The first rank receives no state and the last no gradient of one: neither makes zeros of it."""
+    cut_time(monkeypatch, 2)
+    given = draw(recurrence, 70)
+    found = of_y_alone(recurrence, given, torch.float32, backend="triton", parallel=Simulated(2))
+    assert counted[0] == 1
+    want = of_y_alone(recurrence, given, torch.float64, form="naive")
+    one = of_y_alone(recurrence, given, torch.float32, backend="triton") if recurrence.spec.is_stabilised else want
+    for got, true, plain in zip(found, want, one, strict=True):
+        most = 3 * float((plain.double() - true).detach().abs().max())
+        assert float((got.double() - true).detach().abs().max()) <= most + 3e-5 * max(
+            1.0, float(true.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -134,7 +134,8 @@ class AllGather:
 
     @staticmethod
     def _fold(shards: Shards) -> Fold:
-        return Fold(_frame(shards), shards.layout, shards.fresh, _numbers(shards))
+        ends = not shards.complete or shards.layout.slots > 1  # such a rank knows where the sequence begins and ends
+        return Fold(_frame(shards), shards.layout, shards.fresh, _numbers(shards), ends)
 
 
 def _dealt(x: Tensor, ranks: int) -> Tensor:

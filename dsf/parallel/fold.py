@@ -28,11 +28,14 @@ def by_owner(layout: Layout, xs: Sequence[Tensor]) -> Tensor:
 class Fold:
     """The fold over all fragments' maps, and its backward; for all heads or for a share of them.
 
-    numbers: the fragments whose states and gradients are wanted, from the first of these to the last.
+    numbers: the fragments whose states and gradients are wanted, from the first of these to the last. ends: whether
+    the first fragment's initial state and the gradient of the last one's final state, which are zeros, are among them.
     """
 
-    def __init__(self, frame: Frame, layout: Layout, fresh: Sequence[bool], numbers: Sequence[int]) -> None:
-        self.frame, self.layout, self.fresh = frame, layout, fresh
+    def __init__(
+        self, frame: Frame, layout: Layout, fresh: Sequence[bool], numbers: Sequence[int], ends: bool = True
+    ) -> None:
+        self.frame, self.layout, self.fresh, self.ends = frame, layout, fresh, ends
         self.low, self.high, self.last = min(numbers), max(numbers), layout.fragments - 1
 
     def forward(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -43,8 +46,8 @@ class Fold:
         count = self.last if frame.gain else self.high  # of all states the gain is kept
         written = in_order(self.layout, f, 0, count)
         moves: Sequence[Any] = [None] * count if m is None else in_order(self.layout, m, 0, self.last)
-        begins = low == 0 or frame.gain or not self.fresh[0]  # else nothing depends on the first state
-        first = frame.empty(rows, *rows.shape[2:4]) if begins else written[0]
+        begins = (self.ends and low == 0) or frame.gain or not self.fresh[0]  # else nothing depends on the first state
+        first = frame.empty(rows, *rows.shape[2:4]) if begins else f
         states = entered(frame, written, moves[:count], self.fresh[:count], first)
         kept = []
         if frame.move_numbers and low + 1 < self.last:
@@ -62,5 +65,5 @@ class Fold:
             moves[:-1] = list(rest.pop(0))
         gains = [*rest.pop(0)[begin:], own] if frame.gain else [own] * (len(cs) + 1)  # the last is never read
         fresh = [*self.fresh[begin:last], True]  # the C of the last fragment contains the gradient of its final state
-        end = own.new_zeros(own.shape[2:]) if self.high == last else own  # read by nobody else
+        end = own.new_zeros(own.shape[2:]) if self.ends and self.high == last else own  # read by nobody else
         return left(frame, cs, moves, fresh[: len(cs)], gains, end)

@@ -102,6 +102,15 @@ class Fused(Rank):
         rows = [torch.zeros_like(ends) if part.goes_on else ends for part in self.parts]
         return torch.stack(rows, dim=1).flatten(0, 1).contiguous()
 
+    def of_last(self, g: Several[Tensor], gains: Several[Tensor]) -> Tensor | None:
+        """The gradient of the rows' final states; None for the last rank's, of which nothing else is made.
+
+        g: of the fragments' final states. gains: m of the rows' final states, then of the fragments' in the exchange.
+        """
+        if self.layout.slots == 1 and not self.parts[0].goes_on:
+            return self.dfinal
+        return self.of_rows(g, gains[1:], gains[0] if gains else g[0])
+
     def rows_of(self, x: Tensor) -> Tensor:
         """[B, slots L, ...] -> [B slots, L, ...]."""
         return x if self.layout.slots == 1 else x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
@@ -181,7 +190,7 @@ class Through(torch.autograd.Function):
             found = job.world.run([job.leaving(*each) for each in zip(ranks, kept, dfinals, strict=True)])
             for rank, g, (*_, gains) in zip(ranks, found, groups, strict=True):
                 own, needs = needs[: len(rank.shard.operands)], needs[len(rank.shard.operands) :]
-                dlast = rank.of_rows(g, gains[1:], gains[0] if gains else g[0])
+                dlast = rank.of_last(g, gains)
                 dy = rank.rows_of(rank.dy)
                 pulled, first = rank.shard.backward(dy, dlast, rank.begin, rank.saved, own, rank.later)
                 out += pulled
