@@ -121,7 +121,7 @@ class Record:
         self.data = {"schema": SCHEMA, "machine": run, "settings": settings, "records": [], "failed": [], "left": []}
         if options.add and self.path.is_file():
             before = json.loads(self.path.read_text())
-            if [before["machine"][x] for x in SAME] != [run[x] for x in SAME]:
+            if [before["machine"].get(x) for x in SAME] != [run.get(x) for x in SAME]:
                 sys.exit(f"{self.path} is of another commit or machine: {before['machine']}")
             self.data |= {"machine": before["machine"], "records": before["records"], "failed": before["failed"]}
 
