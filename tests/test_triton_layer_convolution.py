@@ -193,7 +193,8 @@ def test_operators_pass_opcheck():
         torch.library.opcheck(ops.short_convolution_step, step, test_utils=tests)
         torch.library.opcheck(ops.short_convolution_step_in_place, step, test_utils=tests)
     y, gate, scale = (torch.randn(2, 3, 2, 8, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(gated_norm, (y, gate, scale[0, 0, 0].detach(), 8, True, False, False, 1e-5), test_utils=tests)
+    rest = 8, True, False, False, 1e-5, torch.float32
+    torch.library.opcheck(gated_norm, (y, gate, scale[0, 0, 0].detach(), *rest), test_utils=tests)
 
 
 def test_compiled_whole_they_are_the_same():
