@@ -163,7 +163,8 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    kind = None
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    kind, backend = None, backend if first is None else fused.backend_of(spec.inner, first.device, backend)
     if cu_seqlens is None and not reverse and not world.check:
         kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
         route = None if kind is None else world.routes.get(kind)
@@ -176,7 +177,6 @@ def call(
         given.update(_named(spec, args, kwargs))
         return _said(spec, world, given, state, cu_seqlens, options)
 
-    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     agree(world, spec.name, say, lambda: _look(recurrence, world, given, state, cu_seqlens, form, backend), first)
     bounds = host_bounds(spec.name, cu_seqlens)
     given = given or _named(spec, args, kwargs)
@@ -326,6 +326,11 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
     frame = frame_of(spec.inner, sizes.n, sizes.p)
     width = 8 if dtype == torch.float64 else 4
     return replace(plan, exchange=held + str(world.choice(frame, sizes.batch * sizes.heads, width)))
+
+
+def backend_of(spec: Spec, device: torch.device, backend: str) -> str:
+    """The backend of a rank's call. Raises FormError for kernels that ranks do not use."""
+    return fused.backend_of(spec.inner, device, backend)
 
 
 # -- checks
