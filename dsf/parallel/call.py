@@ -31,8 +31,9 @@ from dsf.parallel.agree import Said, agree, check_tokens, described, is_open, le
 from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
+from dsf.parallel.fused import backend_of
 from dsf.parallel.layout import host_bounds
-from dsf.parallel.rank import Rank, no_autocast
+from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import hollow, summary_of
 from dsf.parallel.world import Simulated, World, world_of
 
@@ -164,7 +165,7 @@ def call(
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-    kind, backend = None, backend if first is None else fused.backend_of(spec.inner, first.device, backend)
+    kind, backend = None, backend if first is None else backend_of(spec, first.device, backend)
     if cu_seqlens is None and not reverse and not world.check:
         kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
         route = None if kind is None else world.routes.get(kind)
@@ -284,7 +285,7 @@ def _run(
         rank.initial = state  # from here on the initial state with its graph
     passes = [rank.main(e.starts) for rank, e in zip(ranks, entered, strict=True)]
     leaves = [x for r in ranks for x in r.summary.bound.tensors.values()] + ([] if state is None else [state])
-    if not fused.differentiable(leaves):
+    if not differentiable(leaves):
         if not return_state:
             return [(y, None) for y, _ in passes]
         ended = job.finals([last for _, last in passes])
@@ -328,11 +329,6 @@ def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: Wor
     return replace(plan, exchange=held + str(world.choice(frame, sizes.batch * sizes.heads, width)))
 
 
-def backend_of(spec: Spec, device: torch.device, backend: str) -> str:
-    """The backend of a rank's call. Raises FormError for kernels that ranks do not use."""
-    return fused.backend_of(spec.inner, device, backend)
-
-
 # -- checks
 
 
@@ -345,7 +341,7 @@ def _said(
     length = length_of(world, spec.is_attention, first.shape[1] if first.dim() > 1 else 0, cu_seqlens)
     start = ("initial_state", "not given" if state is None else "given")
     leaves = [x for x in (*given.values(), state) if isinstance(x, Tensor)]
-    wanted = ("gradients", "wanted" if fused.differentiable(leaves) else "not wanted")
+    wanted = ("gradients", "wanted" if differentiable(leaves) else "not wanted")
     kind = (*options_of(world), *described(given, timed), start, *length, *options, wanted)
     return Said(kind, first, cu_seqlens)
 
@@ -395,4 +391,4 @@ def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backen
     return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device), plan
 
 
-__all__ = ["call", "planned", "world_of"]
+__all__ = ["backend_of", "call", "planned", "world_of"]

@@ -24,15 +24,11 @@ from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import FormError
 from dsf.language.spec import Spec
 from dsf.parallel.exchange import Exchange
-from dsf.parallel.layout import Layout
-from dsf.parallel.rank import Rank, no_autocast
+from dsf.parallel.layout import Layout, rows_of_slots, tokens_of_rows
+from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import Summary, hollow
 from dsf.triton.choose import interpreted, is_scan
 from dsf.triton.shard import Shard, takes
-
-MAXIMA = (
-    "ranks that share tokens run systems of a running maximum on torch, since their kernels were seen to fail there"
-)
 
 
 @dataclass
@@ -118,7 +114,7 @@ class Fused(Rank):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """[B, slots L, ...] -> [B slots, L, ...]."""
-        return x if self.layout.slots == 1 else x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
+        return rows_of_slots(x, self.layout.slots)
 
     def hollow(self) -> Fused:
         """This rank without tensors: what later calls of the kind, and the backward pass, begin with."""
@@ -141,17 +137,14 @@ class Fused(Rank):
         self.begin = None if alone else self._row_state(starts)
         y, last, self.saved = self.shard.forward(self.begin, keep, self.held)
         self._summary = None
-        y = y if self.layout.slots == 1 else y.unflatten(0, (self.summary.sizes.batch, -1)).flatten(1, 2)
-        return y, last
+        return tokens_of_rows(y, self.layout.slots), last
 
 
 def _rows_of(bound: Bound, timed: set[str], slots: int) -> Bound:
     """A call's inputs with the slots as rows of the batch."""
     if slots == 1:
         return bound
-    tensors = {
-        n: x.unflatten(1, (slots, -1)).flatten(0, 1) if n in timed else x for n, x in bound.tensors.items()
-    }  # fmt: skip
+    tensors = {n: rows_of_slots(x, slots) if n in timed else x for n, x in bound.tensors.items()}
     sizes = replace(bound.sizes, batch=bound.sizes.batch * slots, tokens=bound.sizes.tokens // slots)
     return Bound(tensors, sizes, bound.dtype, bound.compute, bound.device)
 
@@ -243,10 +236,14 @@ def backend_of(spec: Spec, device: torch.device, backend: str) -> str:
     simulated ranks an illegal memory access, for a reason that is not known (docs/parallel.md). Raises FormError where
     they were asked for.
     """
-    if device.type != "cuda" or not spec.is_stabilised or spec.is_attention or is_scan(spec):
+    inner = spec.inner
+    if device.type != "cuda" or not inner.is_stabilised or inner.is_attention or is_scan(inner):
         return backend
     if backend == "triton":
-        raise FormError(f"{spec.name}: backend='triton' was asked for, and {MAXIMA}")
+        raise FormError(
+            f"{spec.name}: backend='triton' was asked for, and ranks that share tokens run systems of a running "
+            "maximum on torch, since their kernels were seen to fail there"
+        )
     return "torch"
 
 
@@ -262,11 +259,6 @@ def rank_of(number: int, layout: Layout, summary: Summary, initial: Tensor | Non
     bound = _rows_of(summary.bound, {i.name for i in spec.inputs if i.kind.time}, layout.slots)
     moves = layout.fragments > 2 and not summary.frame.gain and summary.frame.kind in ("dense", "scale")
     return Fused(number, layout, summary, None, initial, shard=Shard.of(spec, bound), moves=moves)
-
-
-def differentiable(leaves: Several[Tensor]) -> bool:
-    """Whether gradients are on and any of the tensors requires one."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
 
 
 def run(job: Any, hollows: list[Fused], state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:

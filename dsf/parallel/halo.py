@@ -20,7 +20,16 @@ from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.parallel import windows as on_kernels
 from dsf.parallel.collectives import Gather, Request, Sum
-from dsf.parallel.layout import Fragment, Layout, Packing, Piece, host_bounds, plain_fragment
+from dsf.parallel.layout import (
+    Fragment,
+    Layout,
+    Packing,
+    Piece,
+    host_bounds,
+    plain_fragment,
+    rows_of_slots,
+    tokens_of_rows,
+)
 from dsf.parallel.world import Simulated, World, world_of
 
 Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, Tensor]"]
@@ -148,10 +157,9 @@ class _Windows:
             self.first(0) + w if part.number == 0 else w for part, w in zip(self.parts, windows.unbind(0), strict=True)
         ]
         start = torch.stack(rows, dim=1).flatten(0, 1)
-        slots, rows_of = self.layout.slots, self.u.shape[0]
-        x = self.u if slots == 1 else self.u.unflatten(1, (slots, self.u.shape[1] // slots)).flatten(0, 1)
-        y, _ = _mapped(conv, x, start.transpose(1, 2), None)
-        return _each(lambda part: part.unflatten(0, (rows_of, slots)).flatten(1, 2), y), self.u
+        slots = self.layout.slots
+        y, _ = _mapped(conv, rows_of_slots(self.u, slots), start.transpose(1, 2), None)
+        return _each(lambda part: tokens_of_rows(part, slots), y), self.u
 
     def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Any, Tensor]:
         rows = [windows[p.slot] if p.continued else self.first(p.sequence) for p in self.pieces]

@@ -219,3 +219,13 @@ def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
     if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
         raise InputError(f"{name}: cu_seqlens of the global sequences must begin with 0 and not fall, got {bounds}")
     return bounds
+
+
+def rows_of_slots(x: Tensor, slots: int) -> Tensor:
+    """A rank's tokens with its slots as rows of the batch: [B, slots L, ...] -> [B slots, L, ...]."""
+    return x if slots == 1 else x.unflatten(1, (slots, x.shape[1] // slots)).flatten(0, 1)
+
+
+def tokens_of_rows(x: Tensor, slots: int) -> Tensor:
+    """The inverse of `rows_of_slots`."""
+    return x if slots == 1 else x.unflatten(0, (x.shape[0] // slots, slots)).flatten(1, 2)

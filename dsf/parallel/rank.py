@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.parallel.collectives import tied
-from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragments
+from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragments, rows_of_slots, tokens_of_rows
 from dsf.parallel.summary import Summary
 
 
@@ -114,14 +114,12 @@ class Rank:
         state = None if alone and type(begin) is Tensor else begin  # in a traced graph the exchange must be used
         how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
         y, last = summary.recurrence(**rows, initial_state=state, return_state=True, **how)
-        return y.unflatten(0, (sizes.batch, -1)).flatten(1, 2), last
+        return tokens_of_rows(y, self.layout.slots), last
 
     def _rows(self, name: str, x: Tensor) -> Tensor:
         """[B, slots L, ...] -> [B slots, L, ...]; Params unchanged."""
         timed = {i.name for i in self.summary.recurrence.spec.inputs if i.kind.time}
-        if name not in timed or self.layout.slots == 1:
-            return x
-        return x.unflatten(1, (self.layout.slots, -1)).flatten(0, 1)
+        return rows_of_slots(x, self.layout.slots) if name in timed else x
 
     def _row_state(self, starts: Several[Tensor]) -> Tensor:
         """The initial state of every row [B slots, H, N, columns]."""
@@ -210,6 +208,11 @@ class Rank:
             return nothing if final is None else nothing + final
         found = g[slot] * frame.wide((own - after[slot]).exp()) if frame.gain else g[slot]
         return torch.cat([found, torch.zeros_like(own)], dim=-1) if frame.gain else found
+
+
+def differentiable(leaves: Several[Tensor]) -> bool:
+    """Whether gradients are on and any of the tensors requires one."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
 
 
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:

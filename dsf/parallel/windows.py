@@ -16,6 +16,8 @@ from torch import Tensor
 from dsf.kernels.convolution import TRITON, Fused
 from dsf.kernels.operators import refuse_second_order
 from dsf.parallel.collectives import Gather, Request
+from dsf.parallel.layout import rows_of_slots, tokens_of_rows
+from dsf.parallel.rank import differentiable
 from dsf.parallel.world import Simulated, World
 
 
@@ -27,7 +29,7 @@ def convolve(world: World, conv: Fused, u: Tensor, state: Tensor | None) -> tupl
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
     state = None if state is None else state.to(u.dtype)
     leaves = [x for x in (conv.weight, conv.bias, state, *shards) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+    if differentiable(leaves):
         *ys, last = _Through.apply(world, conv, conv.weight, conv.bias, state, *shards)
     else:
         ys, last, _ = _run(world, conv, state, shards)
@@ -61,16 +63,6 @@ def left(every: Tensor, counts: Tensor, rank: int) -> Tensor:
     return torch.nn.functional.pad(found.unflatten(0, (batch, slots - 1)).transpose(0, 1), (0, 0, 0, 1))
 
 
-def _rows(x: Tensor, slots: int) -> Tensor:
-    """[B, slots L, C] -> [B slots, L, C]."""
-    return x if slots == 1 else x.unflatten(1, (slots, -1)).flatten(0, 1)
-
-
-def _tokens(x: Tensor, slots: int) -> Tensor:
-    """The inverse."""
-    return x if slots == 1 else x.unflatten(0, (-1, slots)).flatten(1, 2)
-
-
 def _run(
     world: World, conv: Fused, state: Tensor | None, us: Several[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
@@ -90,12 +82,12 @@ def _run(
         return starts, last, counts
 
     with torch._C._AutoDispatchBelowAutograd():
-        rows = [_rows(u, slots) for u in us]
+        rows = [rows_of_slots(u, slots) for u in us]
         found = world.run([steps(r, x) for r, x in zip(world.here, rows, strict=True)])
         ys = []
         for x, (starts, _, _) in zip(rows, found, strict=True):
             pieces, _ = short_convolution(x, conv.weight, conv.bias, starts, None, *conv.options)
-            ys += [_tokens(y, slots) for y in pieces]
+            ys += [tokens_of_rows(y, slots) for y in pieces]
     return ys, found[0][1], [x for starts, _, counts in found for x in (starts, counts)]
 
 
@@ -132,7 +124,7 @@ class _Through(torch.autograd.Function):
             lasts = [grads[-1]] + [None] * (ranks - 1)
             asked = zip(world.here, found, counts, lasts, strict=True)
             states = world.run([_leaving(*each, slots, wanted[0]) for each in asked])
-            of_us = [_tokens(dx, slots) for dx, *_ in found]
+            of_us = [tokens_of_rows(dx, slots) for dx, *_ in found]
         return None, None, of_weight, of_bias, next((x for one in states for x in one), None), *of_us
 
 
@@ -149,8 +141,8 @@ def _pulled(
     from dsf.kernels.triton.layer.convolution_ops import short_convolution_backward
 
     given = zip(dys, options[1], strict=True)
-    rows = [_rows(u.new_zeros(*u.shape[:2], width) if dy is None else dy, slots) for dy, width in given]
-    found = short_convolution_backward(rows, None, _rows(u, slots), weight, bias, starts, None, *options)
+    rows = [rows_of_slots(u.new_zeros(*u.shape[:2], width) if dy is None else dy, slots) for dy, width in given]
+    found = short_convolution_backward(rows, None, rows_of_slots(u, slots), weight, bias, starts, None, *options)
     return found[0], found[1], None if bias is None else found[2], found[-1]
 
 
