@@ -16,6 +16,7 @@ from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
 from dsf.mixers._shift import TokenShift
 from dsf.mixers._sizes import Divided, check_input
+from dsf.mixers._states import put
 
 if TYPE_CHECKING:
     from dsf.parallel import World
@@ -253,7 +254,7 @@ class Mixer(Owner, Divided):
         y, after = self.recurrence.step(held, **inputs, in_place=over)
         state = state._replace(recurrent=after)
         if in_place and before is not None:
-            state = MixerState(*map(_kept, before, state))
+            state = put(before, state)
         return self.readout(y.unsqueeze(1), side).squeeze(1), state
 
     def inputs(
@@ -342,11 +343,6 @@ class Mixer(Owner, Divided):
 def _takes(past: Tensor | None, u: Tensor) -> bool:
     """Whether a convolution of u can write into this state."""
     return past is not None and past.is_contiguous() and past.dtype == u.dtype
-
-
-def _kept(old: Any, new: Any) -> Any:
-    """A part of a state in the memory of the one before; caches of keys and values as they are."""
-    return old.copy_(new) if isinstance(old, Tensor) and isinstance(new, Tensor) and new is not old else new
 
 
 def check_call(

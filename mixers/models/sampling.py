@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsf.language.errors import InputError
-from dsf.mixers.models.states import ModelState, is_cache, tensors_of
+from dsf.mixers._states import is_cache
+from dsf.mixers.models.states import ModelState, tensors_of
 
 if TYPE_CHECKING:
     from dsf.mixers.models.causal_lm import CausalLM

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsf import KVCache, Packing
+from dsf import Packing
 from dsf.language.errors import InputError
+from dsf.mixers._states import put
 
 
 def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -79,20 +80,6 @@ class Kept:
     def each(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to every tensor of the state."""
         self.state = mapped(self.state, function)
-
-
-def put(held: Any, state: Any) -> Any:
-    """A state copied into the memory of an earlier one of the same shapes; attention's caches are not copied."""
-
-    def place(old: Any, new: Any) -> Any:
-        return old.copy_(new) if isinstance(new, Tensor) and new is not old else new
-
-    return pytree.tree_map(place, held, state, is_leaf=is_cache)
-
-
-def is_cache(x: Any) -> bool:
-    """Whether this part of a state is attention's keys and values."""
-    return isinstance(x, KVCache)
 
 
 def tensors_of(state: Any) -> list[Tensor]:
