@@ -25,10 +25,8 @@ from triton.backends.compiler import GPUTarget
 from dsf import Packing
 from dsf.kernels.triton.chunk import matrix, walks
 from dsf.kernels.triton.chunk import table as chunks
-from dsf.kernels.triton.launch import Pointer
 from dsf.kernels.triton.operators import noted
 from dsf.kernels.triton.scan import table as scans
-from dsf.kernels.triton.schedule import Ref, mapped
 from dsf.language.errors import DsfError
 from dsf.mixers import ZOO, get
 from dsf.triton.choose import elsewhere
@@ -121,8 +119,7 @@ def one(name, dtype, gpu, whole):
             except DsfError as error:  # sizes or a recurrence that no kernel takes
                 refused = str(error).splitlines()[0]
         for x in (x for schedule in schedules for x in schedule.launches):
-            args = mapped(lambda y: Pointer(y) if isinstance(y, Ref) else y, x.args)
-            asked = front_end.asked(x.kernel, args, x.named)
+            asked = front_end.of(x)
             if asked.key in seen:
                 continue
             seen.add(asked.key)

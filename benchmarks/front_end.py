@@ -15,6 +15,9 @@ from triton.compiler.code_generator import ast_to_ttir
 from triton.compiler.compiler import make_backend
 from triton.runtime import jit
 
+from dsf.kernels.triton.launch import Pointer
+from dsf.kernels.triton.schedule import Ref, mapped
+
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -60,6 +63,11 @@ class FrontEnd:
         constants = {path: get_iterable_path(values, path) for path in constants}
         attributes = {path: self.backend.parse_attr(get_iterable_path(said, path)) for path in attributes}
         return Asked(kernel, bound, signature, constants, attributes, options)
+
+    def of(self, launch):
+        """A launch of a schedule."""
+        args = mapped(lambda x: Pointer(x) if isinstance(x, Ref) else x, launch.args)
+        return self.asked(launch.kernel, args, launch.named)
 
     def code(self, asked):
         """The kernel's code as it is written, every function that it calls by its name; raises what users would see."""

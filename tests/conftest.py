@@ -2,7 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -61,3 +63,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` where there is no CUDA GPU."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[int]]:
+    """counting(module, name): a list of one number, of the calls of that function from now on."""
+
+    def count(module: ModuleType, name: str) -> list[int]:
+        calls, run = [0], getattr(module, name)
+
+        def counted(*args: Any) -> Any:
+            calls[0] += 1
+            return run(*args)
+
+        monkeypatch.setattr(module, name, counted)
+        return calls
+
+    return count

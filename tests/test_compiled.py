@@ -33,9 +33,8 @@ import triton
 
 from dsf.kernels import triton as kernels
 from dsf.kernels.triton import launcher
-from dsf.kernels.triton.launch import Pointer, launch
+from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import Scheduled, noted
-from dsf.kernels.triton.schedule import Ref, mapped
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
 ROOT = Path(__file__).resolve().parents[1]
@@ -284,7 +283,7 @@ def front_end():
 
 def compiled(x):
     """The functions that a launch's kernel is made of."""
-    asked = front_end().asked(x.kernel, mapped(lambda y: Pointer(y) if isinstance(y, Ref) else y, x.args), x.named)
+    asked = front_end().of(x)
     if asked.key not in KNOWN:
         kernel = f"{x.kernel.fn.__module__}.{x.kernel.__name__}".removeprefix(f"{PACKAGE}.")
         KNOWN[asked.key] = {kernel, *CALLED.findall(front_end().code(asked).str_nodebug())}
@@ -331,15 +330,13 @@ def test_triton_takes_every_kernel(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_gates_of_other_types_go_through_triton_s_passes(dtype):
     """Scalars that are read in one type and written in another are where the passes of a release failed."""
-    recurrence, given, seen = get("gated_deltanet").recurrence, {}, set()
-    sizes = {"B": 2, "T": 200, "H": 2, "N": 64, "P": 64}
-    for i in recurrence.spec.inputs:
-        shape = [sizes[a] for a in i.kind.layout()]
-        given[i.name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    recurrence, seen = get("gated_deltanet").recurrence, set()
+    drawn = inputs(recurrence, {"B": 2, "T": 200, "H": 2, "N": 64, "P": 64})
+    given = {name: x.detach().to(dtype).requires_grad_() for name, x in drawn.items()}
     with noted() as schedules, elsewhere():
         pull([recurrence(**given, backend="triton")], list(given.values()))
     for x in (x for schedule in schedules for x in schedule.launches):
-        asked = front_end().asked(x.kernel, mapped(lambda y: Pointer(y) if isinstance(y, Ref) else y, x.args), x.named)
+        asked = front_end().of(x)
         if x.kernel.fn.__name__ in ("prepare", "pointwise") and asked.key not in seen:
             assert front_end().laid_out(asked).verify()
             seen.add(asked.key)

@@ -18,16 +18,9 @@ pytestmark = interpreted
 
 
 @pytest.fixture
-def along(monkeypatch):
+def along(counting):
     """How many calls took a route."""
-    calls, run = [0], call._along
-
-    def counting(*args):
-        calls[0] += 1
-        return run(*args)
-
-    monkeypatch.setattr(call, "_along", counting)
-    return calls
+    return counting(call, "_along")
 
 
 def draw(name, tokens=21, dtype=torch.float32):

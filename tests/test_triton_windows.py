@@ -14,22 +14,16 @@ pytestmark = interpreted
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(monkeypatch, counting):
     """Convolutions over ranks run on the kernels, also on a CPU; how many did."""
-    calls, run, chosen = [0], windows.convolve, convolution._chosen
-
-    def counting(*args):
-        calls[0] += 1
-        return run(*args)
-
-    monkeypatch.setattr(windows, "convolve", counting)
+    chosen = convolution._chosen
 
     def choose(x, weight, backend, pieces):
         asked = "triton" if x.dtype != torch.float64 and x.numel() else backend
         return chosen(x, weight, asked, pieces)
 
     monkeypatch.setattr(convolution, "_chosen", choose)
-    return calls
+    return counting(windows, "convolve")
 
 
 def outcome(conv, u, state, world, ends=True):
