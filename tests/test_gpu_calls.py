@@ -8,6 +8,7 @@ from test_gpu_matrix import state_of
 from torch.utils.checkpoint import checkpoint
 
 from dsf import mixers
+from dsf.parallel import Simulated
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -73,6 +74,38 @@ def test_forward_and_training_step_are_captured(name):
     graph.replay()
     forward.replay()
     assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mlstm", "ssd", "linear_attention", "gated_deltanet", "rwkv7", "s6"])
+def test_parts_of_longer_sequences_with_other_heads_are_what_whole_ones_are(name):
+    """Strides of inputs do not tell the number of heads there, and a kernel is compiled for each."""
+    recurrence = mixers.get(name).recurrence
+    loss = loss_of(recurrence)
+    for heads, tokens, p in ((64, 256, 32), (16, 1024, 32), (32, 512, 32), (16, 512, 64), (64, 256, 32)):
+        long = draw(recurrence, 1, 2 * tokens, heads, 32, p, grad=False)
+        timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+        given = {name: (x[:, tokens:] if name in timed else x).requires_grad_() for name, x in long.items()}
+        whole = {
+            name: x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for name, x in given.items()
+        }
+        for _ in range(3):
+            for a, b in zip(gradients(loss, given), gradients(loss, whole), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+        y = recurrence(**{name: x.detach() for name, x in given.items()})
+        torch.testing.assert_close(y, recurrence(**{name: x.detach() for name, x in whole.items()}))
+
+
+@pytest.mark.parametrize("heads, tokens", [((64, 16), (512, 2048)), ((3, 5), (320, 192))])
+@pytest.mark.parametrize("name", ["mlstm", "ssd", "linear_attention", "retnet"])
+def test_ranks_with_other_numbers_of_heads(name, heads, tokens):
+    """One after the other in one process, on two simulated ranks: as the whole sequence."""
+    recurrence, world = mixers.get(name).recurrence, Simulated(2)
+    for h, t in zip(heads, tokens, strict=True):
+        given = draw(recurrence, 1, t, h)
+        found = gradients(lambda *x: recurrence(*x, parallel=world).float().square().mean(), given)
+        whole = gradients(lambda *x: recurrence(*x).float().square().mean(), given)
+        for a, b in zip(found, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("name", NAMES)

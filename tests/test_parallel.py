@@ -495,15 +495,3 @@ def test_channels_that_differ_are_walked():
     assert kind_of_map(mixers.get("longhorn_exact").recurrence.spec) == "channel"
     assert kind_of_map(mixers.s6.spec) == "scale" and kind_of_map(gated_delta.spec) == "dense"
     assert dataclasses.replace(EXAMPLES[0], seed=3).seed == 3
-
-
-def test_running_maxima_run_on_torch_over_ranks_of_a_gpu():
-    """Their chunk kernels gave other bits in a second call there (docs/parallel.md)."""
-    world = Simulated(2)
-    sizes = {"T": 4096, "H": 16, "N": 128, "P": 128, "dtype": torch.bfloat16, "device": "cuda"}
-    for name, ours in (("mlstm", "torch"), ("gated_deltanet", "triton"), ("linear_attention", "triton")):
-        recurrence = mixers.get(name).recurrence
-        assert recurrence.plan(**sizes).backend == "triton"
-        assert recurrence.plan(**sizes, parallel=world).backend == ours
-    with pytest.raises(dsf.FormError, match="running maximum on torch"):
-        mixers.get("mlstm").recurrence.plan(**sizes, backend="triton", parallel=world)

@@ -335,7 +335,6 @@ class Recurrence:
             lengths = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
             shapes = {i.name: [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()] for i in self.spec.inputs}
             tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        backend = backend if parallel is None else self.ranks.backend_of(self.spec, device, backend)
         plan = make_plan(self.spec, sizes, dtype, form, backend, device)
         if plan.backend == "triton" and not (plan.one_step or reverse or parallel):
             plan = replace(plan, call=Planned.of(self, tensors, form, device))

@@ -31,11 +31,11 @@ class Case(Drawn):
     "initial_state", by default plain. lengths: of packed sequences (B = 1), () for none. initial: with an initial
     state. alias: inputs that are the same tensor in the calls with numbers in alias_calls; overlap: instead two inputs
     in one storage, one token apart. between: the action before calls 2, 3, …: "", "other" (a call of another recurrence
-    with the same tensors), "shorter" (a call with the first half of the tokens, as one sequence) or "forget" (caches of
-    earlier calls are cleared). loss: the differentiated outputs, "both" (y and the final state), "y", "state" or ""
-    (none, without a graph). frozen: inputs without gradient. step: token by token, through step(). reverse: from the
-    last token to the first. way: "" (a plain call), "compiled" (inside torch.compile) or "func" (torch.func.vjp;
-    recurrent form). seed: of the numbers.
+    with the same tensors), "shorter" (a call with the first half of the tokens, as one sequence), "heads" (a call with
+    another number of heads, in the same memory layouts) or "forget" (caches of earlier calls are cleared). loss: the
+    differentiated outputs, "both" (y and the final state), "y", "state" or "" (none, without a graph). frozen: inputs
+    without gradient. step: token by token, through step(). reverse: from the last token to the first. way: "" (a plain
+    call), "compiled" (inside torch.compile) or "func" (torch.func.vjp; recurrent form). seed: of the numbers.
     """
 
     tokens: int = 1

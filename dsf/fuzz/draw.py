@@ -78,7 +78,7 @@ class Cases:
         self.backend, self.empty = backend, empty
         self.left, self.kind = 0, Case()
         self.residue, self.device = residue, device
-        self.other = False
+        self.other = self.heads = False
         self.inputs = recurrence.spec.inputs
         # With N = 1 a normalised vector is constant, and so is the query's factor in a quotient: their gradients are
         # exactly 0, and a relative error of rounding means nothing.
@@ -91,6 +91,7 @@ class Cases:
         if not self.left:
             self.kind, self.left = self._kind(), self.profile.alike
             self.other = self.rng.random() < self.profile.other
+            self.heads = self.rng.random() < self.profile.other
         self.left -= 1
         return self._one(self.kind)
 
@@ -109,6 +110,8 @@ class Cases:
             layouts["dy"] = rng.choice([*EXPANDED, "transposed", "strided"])
         if rng.random() < 0.15:
             layouts[rng.choice(timed)] = rng.choice(EXPANDED)
+        if rng.random() < 0.12:  # strides of parts of longer sequences do not tell the number of heads
+            layouts = dict.fromkeys(timed, "late")
         loss = rng.choice(["both"] * 6 + ["y", "y", "y", "state", ""])
         frozen = tuple(n for n in self._names if rng.random() < 0.4) if rng.random() < 0.25 else ()
         case = Case(
@@ -143,9 +146,9 @@ class Cases:
         for i in self.inputs:
             if rng.random() < 0.15:
                 regimes[i.name] = rng.choice(regimes_of(self.recurrence.spec, i.name, self.ranges[i.name]))
+        choices = "other" if self.other else "", "heads" if self.heads else ""
         between = tuple(
-            rng.choice(["", "", "shorter" if profile.ways else "", "forget", "other" if self.other else ""])
-            for _ in range(calls - 1)
+            rng.choice(["", "shorter" if profile.ways else "", "forget", *choices]) for _ in range(calls - 1)
         )
         case = replace(
             kind, tokens=tokens, batch=1 if kind.lengths else rng.choice(profile.batches), calls=calls, between=between,

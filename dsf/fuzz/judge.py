@@ -177,12 +177,28 @@ def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tenso
             y.sum().backward(inputs=[x for x in leaves.values() if x.requires_grad])
             for x in leaves.values():
                 x.grad = None
-    elif what == "shorter":
-        half = (case.tokens + 1) // 2
-        cut = {n: x[:, :half] if subject.kinds[n].time else x for n, x in leaves.items()}
-        y, _ = subject.run(case.form, cut, reverse=case.reverse)
+    elif what in ("shorter", "heads"):
+        if what == "heads":
+            given = _with_other_heads(subject, case, call, leaves)
+        else:
+            half = (case.tokens + 1) // 2
+            given = {n: x[:, :half] if subject.kinds[n].time else x for n, x in leaves.items()}
+        y, _ = subject.run(case.form, given, reverse=case.reverse)
         if y.requires_grad:
-            torch.autograd.grad(y.sum(), [x for x in leaves.values() if x.requires_grad], allow_unused=True)
+            wanted = [x for x in (leaves if what == "shorter" else given).values() if x.requires_grad]
+            torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+
+
+def _with_other_heads(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs with other heads, one more or (of three and more) one fewer, in the case's memory layouts."""
+    heads = case.heads - 1 if case.heads > 2 else case.heads + 1
+    memory, found = Memory(torch.device(subject.device)), {}
+    for name, x in leaves.items():
+        axis = subject.kinds[name].layout().index("H")
+        some = x.detach().index_select(axis, torch.arange(heads, device=x.device) % x.shape[axis])
+        way = case.layout(name, call)
+        found[name] = memory.put(some, "plain" if way == "fused" else way, heads).requires_grad_(x.requires_grad)
+    return found
 
 
 @functools.lru_cache(maxsize=32)

@@ -22,8 +22,8 @@ from dsf.fuzz.verdict import Verdict
 QUOTAS = (
     "elementwise, bfloat16, T not a multiple of 16", "one tensor for two inputs, three calls or more",
     "overlapping inputs", "packed", "packed with sequences of one token", "packed with empty sequences",
-    "after another recurrence of the same shapes", "after what calls remember was dropped", "three calls or more",
-    "initial state", "grouped heads", "memory layouts other than plain", "without gradients", "token by token",
+    "after another recurrence of the same shapes", "after another number of heads",
+    "after what calls remember was dropped", "three calls or more", "initial state", "grouped heads", "memory layouts other than plain", "without gradients", "token by token",
     "some inputs without a gradient",
 )  # fmt: skip
 
@@ -33,8 +33,8 @@ def facts(structure: str, elementwise: bool, case: Case) -> list[str]:
     told = (
         elementwise and case.dtype == "bfloat16" and case.tokens % 16 != 0,
         bool(case.alias) and not case.overlap and case.calls > 2, case.overlap, bool(case.lengths), 1 in case.lengths,
-        0 in case.lengths, "other" in case.between, "forget" in case.between, case.calls > 2, case.initial,
-        bool(case.groups), bool(case.layouts), not case.loss, case.step, bool(case.frozen),
+        0 in case.lengths, "other" in case.between, "heads" in case.between, "forget" in case.between, case.calls > 2,
+        case.initial, bool(case.groups), bool(case.layouts), not case.loss, case.step, bool(case.frozen),
     )  # fmt: skip
     return [name for name, holds in zip(QUOTAS, told, strict=True) if holds]
 

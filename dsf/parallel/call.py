@@ -31,7 +31,6 @@ from dsf.parallel.agree import Said, agree, check_tokens, described, is_open, le
 from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
-from dsf.parallel.fused import backend_of
 from dsf.parallel.layout import host_bounds
 from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import hollow, summary_of
@@ -164,8 +163,7 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-    kind, backend = None, backend if first is None else backend_of(spec, first.device, backend)
+    kind = None
     if cu_seqlens is None and not reverse and not world.check:
         kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
         route = None if kind is None else world.routes.get(kind)
@@ -178,6 +176,7 @@ def call(
         given.update(_named(spec, args, kwargs))
         return _said(spec, world, given, state, cu_seqlens, options)
 
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     agree(world, spec.name, say, lambda: _look(recurrence, world, given, state, cu_seqlens, form, backend), first)
     bounds = host_bounds(spec.name, cu_seqlens)
     given = given or _named(spec, args, kwargs)
@@ -391,4 +390,4 @@ def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backen
     return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device), plan
 
 
-__all__ = ["backend_of", "call", "planned", "world_of"]
+__all__ = ["call", "planned", "world_of"]

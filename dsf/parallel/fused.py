@@ -21,13 +21,12 @@ from dsf.call.calls import is_transformed
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
-from dsf.language.errors import FormError
 from dsf.language.spec import Spec
 from dsf.parallel.exchange import Exchange
 from dsf.parallel.layout import Layout, rows_of_slots, tokens_of_rows
 from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import Summary, hollow
-from dsf.triton.choose import interpreted, is_scan
+from dsf.triton.choose import interpreted
 from dsf.triton.shard import Shard, takes
 
 
@@ -227,24 +226,6 @@ def _of_initial(rank: Fused, first: Tensor) -> Tensor:
 
 
 # -- the call
-
-
-def backend_of(spec: Spec, device: torch.device, backend: str) -> str:
-    """The backend of a rank's call: on a GPU, torch for systems of a running maximum that the chunk kernels take.
-
-    Called by two ranks with 32,768 tokens each, these kernels gave other bits in a second call on H100s, and in
-    simulated ranks an illegal memory access, for a reason that is not known (docs/parallel.md). Raises FormError where
-    they were asked for.
-    """
-    inner = spec.inner
-    if device.type != "cuda" or not inner.is_stabilised or inner.is_attention or is_scan(inner):
-        return backend
-    if backend == "triton":
-        raise FormError(
-            f"{spec.name}: backend='triton' was asked for, and ranks that share tokens run systems of a running "
-            "maximum on torch, since their kernels were seen to fail there"
-        )
-    return "torch"
 
 
 def fits(spec: Spec, bound: Bound, plan: Plan) -> bool:

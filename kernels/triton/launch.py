@@ -9,6 +9,7 @@ launcher) a C compiler, which release the GIL.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +51,21 @@ def row_strides(x: Tensor) -> tuple[Any, Any]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """Record kernel[grid](*args, **named). args: slots, numbers or structs of these; named: constants."""
+    """Record kernel[grid](*args, **named). args: slots, numbers or structs of these; named: constants.
+
+    Raises TypeError for a compile-time constant among args: of numbers there, `_key` has only what Triton specialises,
+    so that a kernel that was compiled for one value would be launched for another.
+    """
+    if len(args) > _plain(kernel.fn):
+        raise TypeError(f"{kernel.__name__}: compile-time constants must be given by name")
     book_of(args).launch(kernel, grid, args, named)
+
+
+@functools.cache
+def _plain(function: Callable[..., Any]) -> int:
+    """How many parameters of a kernel may be given by position: those before its first compile-time constant."""
+    kinds = [str(x.annotation) for x in inspect.signature(function).parameters.values()]
+    return next((i for i, x in enumerate(kinds) if "constexpr" in x), len(kinds))
 
 
 def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:

@@ -41,9 +41,9 @@ def place_of(i_b, i_h, t0, T, H, P, N: tl.constexpr, K: tl.constexpr, NB: tl.con
 
 @triton.jit(do_not_specialize=["T", "span", "segments"])
 def pointwise(
-    args, T, H: tl.constexpr, P: tl.constexpr, span, segments,
+    args, T, span, segments,
     body: tl.constexpr, zeros: tl.constexpr, finish: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, K: tl.constexpr, NB: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """All tokens of B sequences and H heads. Grid (H · segments · B), heads fastest."""
     program = tl.program_id(0)

@@ -193,10 +193,10 @@ class Pointwise:
         f = self.printed.functions
         launch(
             pointwise, (self.heads * segments * self.batch,),
-            self.arguments(accesses), self.tokens, self.heads, self.p, span, segments,
+            self.arguments(accesses), self.tokens, span, segments,
             body=getattr(f, name), zeros=getattr(f, f"{name}_zeros") if sums else no_sums,
             finish=getattr(f, f"{name}_finish") if sums else no_finish,
-            N=self.n, K=block, NB=key, BP=value, num_warps=4,
+            H=self.heads, N=self.n, P=self.p, K=block, NB=key, BP=value, num_warps=4,
         )  # fmt: skip
 
     def tile(self, accesses: Sequence[Access]) -> tuple[int, int, int]:
