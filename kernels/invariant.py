@@ -19,6 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from dsf.kernels.convolution import TRITON
 from dsf.kernels.turns import turn_pairs
 
 LOWEST = -1e4  # lower bound of logarithms: e^LOWEST is 0 in every dtype, and 0 · LOWEST is not NaN
@@ -119,15 +120,21 @@ class Invariant:
 
     def impulses(self, length: int, dtype: torch.dtype) -> list[Tensor]:
         """h_0 … h_{length-1} of every write, [H, p, length]; read before the update, h_0 is 0."""
-        fine = _fine(length)
-        coarse = -(-length // fine)
-        rows = self.columns(self.read, coarse, fine, adjoint=True).to(dtype)
         found = []
         for write in self.writes:
-            products = _products(rows, self.columns(write, fine).to(dtype)).flatten(-2)
+            if isinstance(self.step, Diagonal) and self.step.log and _has_kernel(write, length, dtype):
+                products = _by_kernel(self.step, self.read, write, length)
+            else:
+                products = self._products(write, length, dtype)
             h = torch.nn.functional.pad(products, (1, 0)) if self.before else products
             found.append(h[..., :length])
         return found
+
+    def _products(self, write: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """cᵀ A^l b, [H, p, length or more]."""
+        fine = _fine(length)
+        rows = self.columns(self.read, -(-length // fine), fine, adjoint=True).to(dtype)
+        return _products(rows, self.columns(write, fine).to(dtype)).flatten(-2)
 
 
 def _fine(length: int) -> int:
@@ -141,6 +148,51 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
     rows, columns = (rearrange(x, "i h n p -> h p i n").expand(-1, p, -1, -1) for x in (rows, columns))
     rows, columns = (rearrange(x, "h p i n -> (h p) i n").contiguous() for x in (rows, columns))
     return rearrange(torch.bmm(rows, columns.mT), "(h p) i j -> h p i j", p=p)
+
+
+def _has_kernel(x: Tensor, length: int, dtype: torch.dtype) -> bool:
+    """Whether an impulse response is one launch: in float32 on a GPU, outside of torch.func."""
+    plain = not torch._C._are_functorch_transforms_active()
+    return x.is_cuda and TRITON and plain and length > 0 and dtype == torch.float32 and x.dtype == torch.float64
+
+
+def _by_kernel(step: Diagonal, read: Tensor, write: Tensor, length: int) -> Tensor:
+    """cᵀ A^l b, [H, p, length]."""
+    (heads, n, _), p = read.shape, max(x.shape[-1] for x in (read, write, step.decay))
+    log, angle = step.decay, step.angle
+    if angle is not None:  # one of each pair
+        log = log[:, ::2] if log.shape[1] == n else log
+        angle = angle.expand(heads, n // 2, p)
+    log = log.expand(heads, n if angle is None else n // 2, p)
+    found: Tensor = _Impulse.apply(read.expand(heads, n, p), write.expand(heads, n, p), log, angle, length)
+    return found
+
+
+class _Impulse(torch.autograd.Function):
+    """The impulse response by kernels (dsf.kernels.triton.impulse); its second derivative by torch."""
+
+    @staticmethod
+    def forward(ctx: Any, c: Tensor, b: Tensor, log: Tensor, angle: Tensor | None, length: int) -> Tensor:
+        from dsf.kernels.triton.impulse import impulse_response
+
+        ctx.save_for_backward(c, b, log, angle)
+        ctx.length = length
+        found: Tensor = impulse_response(c, b, log, angle, length, _fine(length))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        from dsf.kernels.triton.impulse import impulse_response_backward
+
+        (dh,), (c, b, log, angle), length = given, ctx.saved_tensors, ctx.length
+        if not torch.is_grad_enabled():
+            dc, db, dlog, *dangle = impulse_response_backward(dh, c, b, log, angle, length, _fine(length))
+            return dc, db, dlog, *(dangle or [None]), None
+        leaves = [x for x in (c, b, log, angle) if x is not None]
+        wide = log if angle is None else log.repeat_interleave(2, dim=1)
+        again = Invariant(Diagonal(wide, True, angle), c, (b,))._products(b, length, dh.dtype)[..., :length]
+        found = torch.autograd.grad(again, leaves, dh, create_graph=True)
+        return *found, *([None] if angle is None else []), None
 
 
 def fast_length(least: int) -> int:

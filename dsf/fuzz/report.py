@@ -23,8 +23,8 @@ QUOTAS = (
     "elementwise, bfloat16, T not a multiple of 16", "one tensor for two inputs, three calls or more",
     "overlapping inputs", "packed", "packed with sequences of one token", "packed with empty sequences",
     "after another recurrence of the same shapes", "after another number of heads",
-    "after what calls remember was dropped", "three calls or more", "initial state", "grouped heads", "memory layouts other than plain", "without gradients", "token by token",
-    "some inputs without a gradient",
+    "after what calls remember was dropped", "three calls or more", "initial state", "grouped heads",
+    "memory layouts other than plain", "without gradients", "token by token", "some inputs without a gradient",
 )  # fmt: skip
 
 
