@@ -122,6 +122,14 @@ def test_it_is_chosen_where_it_is_fastest_and_steps_go_on_from_its_state(r):
     torch.testing.assert_close(torch.cat([y, last[:, None]], 1), r(**inputs, form="recurrent"), **CLOSE)
 
 
+def test_on_a_gpu_short_states_are_scanned():
+    sizes = {"B": 8, "T": 2048, "P": 64, "device": "cuda", "dtype": torch.float32}
+    chosen = [mixers.s4d_real.plan(N=n, **sizes) for n in (32, 64)]
+    assert [(p.form, p.backend) for p in chosen] == [("chunk", "triton"), ("convolution", "torch")]
+    assert mixers.s4d_real.plan(N=32, **sizes, backend="torch").form == "convolution"
+    assert mixers.s4d.plan(N=32, **sizes).form == "convolution"
+
+
 def test_real_rates_are_the_exact_solution_of_their_differential_equation():
     """s4d_real, channel by channel: x' = a x + u with u held, an integral of exponentials, convolved by definition."""
     x, dt, A_log, C, D = sample(mixers.s4d_real, B=1, T=9, H=1).values()

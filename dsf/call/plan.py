@@ -143,9 +143,14 @@ def make_plan(
         raise InputError(
             f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}{line}"
         )
-    if form == CONVOLUTION or (form == "auto" and backend != "triton" and not transformed and _convolves(spec, sizes)):
+    if form == CONVOLUTION:
         return _of_convolution(spec, sizes, dtype, form, backend)
     wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
+    if form == "auto" and backend != "triton" and not transformed and is_invariant(spec) and sizes.tokens >= LONG:
+        plain = wanted and not spec.is_framed
+        by_kernels = plain and _refusal(spec, sizes, dtype, form, backend, device, grad, transformed) is None
+        if _convolves(spec, sizes, by_kernels):
+            return _of_convolution(spec, sizes, dtype, form, backend)
     if wanted and spec.has_still_keys and dtype.itemsize == 2 and sizes.tokens > 1:
         dtype = torch.float32  # as dsf.call.bind.unrounded widens the inputs
     if spec.system.solve is not None:
@@ -201,14 +206,15 @@ def make_plan(
     )  # fmt: skip
 
 
-def _convolves(spec: Spec, sizes: Sizes) -> bool:
-    """True where the convolution is the fastest form (benchmarks/lti.py).
+def _convolves(spec: Spec, sizes: Sizes, by_kernels: bool) -> bool:
+    """True where the convolution is the fastest form (benchmarks/lti.py) of a long invariant system.
 
     It costs about as much as a scan of eight state entries, plus the time of some dozens of tokens for its set-up.
-    Chunks of matrix products are faster than a scan, transitions that turn or mix entries slower.
+    Chunks of matrix products are faster than a scan, transitions that turn or mix entries slower. by_kernels: the other
+    forms run on the GPU kernels, whose scan of 32 entries and whose chunks of any size are faster than an FFT.
     """
-    if sizes.tokens < LONG or not is_invariant(spec):
-        return False
+    if by_kernels:
+        return spec.is_elementwise and sizes.n >= 64
     least = 1 if spec.turns or spec.rank else (8 if spec.is_elementwise else 32)
     return sizes.n >= least
 
