@@ -33,6 +33,7 @@ import triton
 
 from dsf.kernels import triton as kernels
 from dsf.kernels.triton import launcher
+from dsf.kernels.triton.impulse import impulse_response, impulse_response_backward
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import Scheduled, noted
 
@@ -125,6 +126,16 @@ def norms():
     pull([gated_rms_norm(x, weight, gate, 2, True, backend="triton")], [x, weight, gate])
     pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
     pull([gated(x, gate, backend="triton")], [x, gate])
+
+
+def impulses():
+    """Of pairs that turn, and of entries."""
+    for turned in (True, False):
+        vectors = [torch.empty(2, 40, p, dtype=torch.float64, device="meta").expand(2, 40, 3) for p in (1, 3)]
+        rates = torch.empty(2, 20 if turned else 40, 3, dtype=torch.float64, device="meta")
+        given = (*vectors, rates, rates if turned else None, 300, 32)
+        impulse_response(*given)
+        impulse_response_backward(torch.empty(2, 3, 300, device="meta"), *given)
 
 
 def probe():
@@ -254,6 +265,7 @@ FAMILIES = {
             "convolution, packed": partial(convolution, torch.empty(4, dtype=torch.int32, device="meta")),
             "convolution, a token": convolution_step,
             "convolution, ranks": convolution_over_ranks,
+            "impulse responses": impulses,
             "norms": norms,
             "probe": probe,
             "alibi": of("alibi"),
@@ -262,7 +274,7 @@ FAMILIES = {
             "turned attention": of(turned),
         },
         (
-            "attention.kernel", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
+            "attention.kernel", "impulse", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
             "layer.windows",
         ),
     ),

@@ -13,11 +13,8 @@ import triton
 import triton.language as tl
 from triton_private import active_mode, asked_of
 
-from dsf import mixers
 from dsf.kernels.triton import launch, launcher, operators, structs
-from dsf.kernels.triton.chunk.operator import matrix_mixer
-from dsf.kernels.triton.operators import Scheduled, schedule_of
-from dsf.triton.chunk import program_of
+from dsf.kernels.triton.operators import Scheduled
 
 pytestmark = pytest.mark.skipif(launch._Mode is None, reason="this Triton compiles one kernel after the other")
 
@@ -181,30 +178,6 @@ def test_compile_time_constants_are_not_taken_by_position():
     Scheduled(host).schedule(torch.ones(2), ())
     with pytest.raises(TypeError, match="kernel: compile-time constants must be given by name"):
         Scheduled(host).schedule(torch.ones(2), (16,))
-
-
-def _launched(recurrence, tokens, heads, width, dtype=torch.bfloat16):
-    """The launches of a call whose inputs are the first half of longer ones, so that strides do not tell the heads."""
-    name = program_of(recurrence.spec)[1]
-    sizes = {"B": 1, "T": 2 * tokens, "H": heads, "N": 64, "P": width}
-    whole = [
-        torch.empty([sizes[a] for a in i.kind.layout()], dtype=dtype, device="meta") for i in recurrence.spec.inputs
-    ]
-    given = [x[:, :tokens] if i.kind.time else x for i, x in zip(recurrence.spec.inputs, whole, strict=True)]
-    return schedule_of(matrix_mixer, given, None, name, True).launches
-
-
-@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton's interpreter compiles nothing")
-@pytest.mark.parametrize("name", ["mlstm", "ssd", "linear_attention", "gated_deltanet", "rwkv7"])
-def test_kernels_are_known_by_all_that_they_are_compiled_for(name, monkeypatch):
-    """As many elements in all, so that batches' strides are the same: what differs are heads, channels and tokens."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    known = {}
-    for tokens, heads, width in ((2048, 64, 64), (8192, 16, 64), (4096, 32, 64), (2048, 32, 128), (1024, 64, 128)):
-        for x in _launched(mixers.get(name).recurrence, tokens, heads, width):
-            by_place = zip(x.kernel.params, x.args, strict=False)
-            constants = {p.name: value for p, value in by_place if p.is_constexpr} | dict(x.named)
-            assert known.setdefault(launch._key(x), constants) == constants, x.kernel.__name__
 
 
 @triton.jit(do_not_specialize=["free"])
