@@ -116,7 +116,7 @@ class Record:
 
     def __init__(self, options, run):
         settings = {k: v for k, v in vars(options).items() if k not in ("json", "worker", "dry")}
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
+        settings = {k: v.name if isinstance(v, Path) else v for k, v in settings.items()}
         self.path = options.json
         self.data = {"schema": SCHEMA, "machine": run, "settings": settings, "records": [], "failed": [], "left": []}
         if options.add and self.path.is_file():
@@ -133,6 +133,8 @@ class Record:
             print(f"{name:48} failed: {why}", flush=True)
         else:
             row = {**job, **found}
+            if row.get("text"):
+                row["text"] = Path(row["text"]).name
             self.data["records"].append(row)
             print(f"{name:48} {shown(row)}", flush=True)
         self.write()
@@ -326,6 +328,7 @@ def options_of():
     parser.add_argument("--follow-size", default="20m")
     parser.add_argument("--follow-steps", type=int, default=200)
     parser.add_argument("--curve", type=Path, help="file of the CPU's losses: read if it is there, else written")
+    parser.add_argument("--text", type=Path, help="of both halves; by default one that differs between Python releases")
     parser.add_argument("--threads", type=int, default=8, help="of the CPU's half")
     parser.add_argument("--patience", type=float, default=240, help="seconds to wait for it at the end")
     parser.add_argument("--peak", type=float, default=989.0, help="dense bfloat16 TFLOP/s of the GPU")
@@ -356,7 +359,8 @@ def main():
     if DEVICE == "cpu" and not options.dry:
         sys.exit("benchmarks/models.py measures on a CUDA GPU, and there is none; --dry runs it in small here")
     job = {"kind": "curve", "mixer": options.follow_mixer, "size": options.follow_size,
-           "follow_steps": options.follow_steps, "threads": options.threads}  # fmt: skip
+           "follow_steps": options.follow_steps, "threads": options.threads,
+           "text": None if options.text is None else str(options.text.resolve())}  # fmt: skip
     background = Background(options, job) if "follow" in options.only else None
     run = machine(options.commit)
     print(run, flush=True)

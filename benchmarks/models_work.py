@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import torch
 
@@ -262,18 +263,19 @@ def decoding(job):
 # A GPU beside a CPU
 
 
-def words():
-    """Real text as ids below VOCABULARY: a word or sign is the checksum of its letters."""
+def words(text):
+    """A text as ids below VOCABULARY: a word or sign is the checksum of its letters. text: a file's name, or None."""
     from dsf.analysis.text import read_text
 
-    parts = re.findall(r"\w+|[^\w\s]", read_text()[1].decode("utf-8", errors="ignore"))
+    data = read_text(None if text is None else Path(text))[1]
+    parts = re.findall(r"\w+|[^\w\s]", data.decode("utf-8", errors="ignore"))
     return torch.tensor([zlib.crc32(part.encode()) % VOCABULARY for part in parts])
 
 
 class Run:
     """Training of a 20M model that can be stopped and resumed; starts and batches are drawn on the CPU."""
 
-    def __init__(self, mixer, size, device, seed=0):
+    def __init__(self, mixer, size, device, text, seed=0):
         from dsf.models import CausalLM, decay_groups, sized
 
         torch.manual_seed(seed)
@@ -281,7 +283,7 @@ class Run:
         self.model = CausalLM(sized(size, [mixer], VOCABULARY, fused_loss=True)).to(device).train()
         self.optimizer = torch.optim.AdamW(decay_groups(self.model, 0.1), lr=FOLLOW["lr"], betas=(0.9, 0.95))
         self.generator = torch.Generator().manual_seed(seed)
-        self.ids = words()
+        self.ids = words(text)
 
     def fingerprint(self):
         """What must be equal for two runs to be the same one."""
@@ -320,7 +322,7 @@ def curve(job):
     if device == "cpu":
         torch.set_num_threads(job["threads"])
     torch.backends.cuda.matmul.allow_tf32 = False
-    run = Run(job["mixer"], job["size"], device)
+    run = Run(job["mixer"], job["size"], device, job["text"])
     begin, fingerprint = time.perf_counter(), run.fingerprint()
     losses = [run.step() for _ in range(job["follow_steps"])]
     return {
@@ -332,12 +334,12 @@ def curve(job):
 def resume(job):
     """Whether 8 steps are the same to the bit as 4, a checkpoint, a new process's objects, and 4 more."""
     device = DEVICE
-    whole = Run(job["mixer"], job["size"], device)
+    whole = Run(job["mixer"], job["size"], device, job["text"])
     for _ in range(4):
         whole.step()
     saved = whole.save()
     expected = [whole.step() for _ in range(4)]
-    again = Run(job["mixer"], job["size"], device, seed=1)
+    again = Run(job["mixer"], job["size"], device, job["text"], seed=1)
     again.load(saved)
     got = [again.step() for _ in range(4)]
     pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)
