@@ -60,10 +60,10 @@ def impulse_forward(
     c, b, log, angle, h, P, length, fine,
     K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """h [H, P, length]. c, b, log, angle: (address, strides of H, N or K, P). Grid (tiles across, down, H · P)."""
-    both = tl.program_id(2).to(tl.int64)
+    """h [H, P, length]. c, b, log, angle: (address, strides of H, N or K, P). Grid (H · P, tiles down, across)."""
+    both = tl.program_id(0).to(tl.int64)
     lane, channel = both // P, both % P
-    i, j = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(0) * BR + tl.arange(0, BR)
+    i, j = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BR + tl.arange(0, BR)
     down, across = (i * fine).to(tl.float64)[:, None], j.to(tl.float64)[None, :]
     out = tl.zeros([BR, BR], tl.float32)
     for first in range(0, K, BK):
@@ -117,10 +117,10 @@ def impulse_backward(
     dh, c, b, log, angle, dc, db, dlog, dangle, P, length, fine, coarse,
     K: tl.constexpr, N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of c, b [H, N, P], log and angle [H, K, P], float64. Grid (blocks of K, H · P)."""
-    both = tl.program_id(1).to(tl.int64)
+    """The gradients of c, b [H, N, P], log and angle [H, K, P], float64. Grid (H · P, blocks of K)."""
+    both = tl.program_id(0).to(tl.int64)
     lane, channel = both // P, both % P
-    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
     rate, turn = _rates(log, angle, lane, channel, k, k < K, TURNED)
     # sums over l of dh_l z^l and of l dh_l z^l: real and imaginary parts
     real = tl.zeros([BK], tl.float64)
@@ -166,7 +166,7 @@ def _tiles(fine: int, k: int) -> dict[str, int]:
 def _forward(c: Tensor, b: Tensor, log: Tensor, angle: Tensor | None, length: int, fine: int) -> Tensor:
     heads, k, p = log.shape
     h, tiles = c.new_empty(heads, p, length, dtype=torch.float32), _tiles(fine, k)
-    grid = -(-fine // tiles["BR"]), -(-length // (fine * tiles["BR"])), heads * p
+    grid = heads * p, -(-length // (fine * tiles["BR"])), -(-fine // tiles["BR"])
     launch(impulse_forward, grid, *_given(c, b, log, angle), h, p, length, fine, TURNED=angle is not None, **tiles)
     return h
 
@@ -180,7 +180,7 @@ def _backward(
     dangle = None if angle is None else made[1]
     tiles = _tiles(fine, k)
     launch(
-        impulse_backward, (-(-k // tiles["BK"]), heads * p), dh.contiguous(), *_given(c, b, log, angle), dc, db,
+        impulse_backward, (heads * p, -(-k // tiles["BK"])), dh.contiguous(), *_given(c, b, log, angle), dc, db,
         made[0], dangle, p, length, fine, -(-length // fine), N=n, TURNED=angle is not None, **tiles,
     )  # fmt: skip
     return [dc, db, *made]
