@@ -1,6 +1,7 @@
 """Time-invariant systems on a GPU: the convolution form beside torch.fft alone, and beside the scan.
 
     python benchmarks/lti.py [--seconds 240] [--commit HASH] [--out benchmarks/results/lti.json] [--device cuda]
+    python benchmarks/lti.py --page benchmarks/results/lti.json --into docs/performance.md     # its table
 
 Rows: S4D with real and complex rates, LRU and S4, forward, and forward and backward, float32. "fft" is what no
 convolution by FFT can leave out: the transforms of the inputs and of a given impulse response, their product, and its
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import subprocess
 import time
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_page import pair, shows
 from torch import Tensor
 
 from dsf import Recurrence, mixers
@@ -116,6 +119,18 @@ def measure(name: str, device: str) -> dict[str, Any]:
     return row
 
 
+def page(data: dict[str, Any]) -> str:
+    """The table of a record."""
+    lines = ["| recurrence | B, T, H, N, P | convolution ms | FFT alone ms | ÷ FFT | fused scan ms | error |"]
+    lines.append("|---" * 7 + "|")
+    for row in data["rows"]:
+        shape = re.sub(r"[A-Z]=", "", row["shape"]).replace(" ", ", ")
+        cells = [pair(row[k].values()) if k in row else "" for k in ("convolution", "fft", "ratio", "scan")]
+        name = row["case"].split()[0]
+        lines.append(f"| `{name}` | {shape} | {' | '.join(cells)} | {row['error']:.0e} |")
+    return "\n".join([*lines, "", f"{data['device']}, torch {data['torch']}, commit {data['commit']}, float32."])
+
+
 def commit() -> str:
     """What git says runs here."""
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -130,7 +145,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--case", choices=CASES, nargs="+")
+    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
+    parser.add_argument("--into", type=Path, help="and put the table into this page")
     given = parser.parse_args()
+    if shows(given, page):
+        return
     begin, rows = time.perf_counter(), list[dict[str, Any]]()
     where = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Softmax with a transition on a GPU: fox beside torch's attention and fla's, a window beside FlexAttention.
 
-python benchmarks/softmax.py --seconds 240 --commit $(git rev-parse --short HEAD) --out results.json
+python benchmarks/softmax.py --seconds 240 --commit HASH --out benchmarks/results/softmax.json
+python benchmarks/softmax.py --page benchmarks/results/softmax.json --into docs/performance.md     # its table
 
 Every row: forward, and forward and backward, median milliseconds of CUDA events, the largest error of y and of
 gradients in the same run (by head and block of 64 tokens, over the norm of the typical block, against float64 on some
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_page import pair, shows
 from torch import Tensor
 
 import dsf
@@ -186,6 +188,31 @@ def measured(name: str, shape: tuple[int, ...], device: torch.device, dtype: tor
     return row
 
 
+PEERS = {"sdpa": "torch SDPA, without gates", "fla": "fla", "flex": "FlexAttention"}
+
+
+def page(data: dict[str, Any]) -> str:
+    """The table of a record."""
+    lines = ["| recurrence | B, T, H, N | ours ms | worst error of y, of gradients | peer | peer ms | ours ÷ peer |"]
+    lines.append("|---" * 7 + "|")
+    for row in data["rows"]:
+        ours, shape = row["dsf"], ", ".join(map(str, row["shape"]))
+        mine = [ours["forward_ms"], ours["both_ms"]]
+        off = ours.get("errors", {})
+        errors = f"{off['y']:.1e}, {max(v for k, v in off.items() if k != 'y'):.1e}" if off else "–"
+        lead = [f"`{row['name']}`", shape, pair(mine), errors]
+        for who, title in PEERS.items():
+            one = row.get(who)
+            if one is None:
+                continue
+            theirs = [one.get("forward_ms"), one.get("both_ms")]
+            over = pair([None if x is None else m / x for m, x in zip(mine, theirs, strict=True)])
+            failed = f" ({one['failed'].split(':')[0]})" if "failed" in one else ""
+            lines.append(f"| {' | '.join([*lead, title + failed, pair(theirs), over])} |")
+            lead = ["", "", "", ""]
+    return "\n".join([*lines, "", f"{data['device']}, torch {data['torch']}, commit {data['commit']}, bfloat16."])
+
+
 def main() -> None:
     """Measure what the seconds allow, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,7 +220,11 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=Path("softmax.json"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, on a CPU too")
+    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
+    parser.add_argument("--into", type=Path, help="and put the table into this page")
     options = parser.parse_args()
+    if shows(options, page):
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     about = {"commit": options.commit, "torch": torch.__version__, "device": str(device)}
