@@ -1,0 +1,134 @@
+"""A language model over the GPUs of one host, tokens (context parallel) and parameters (FSDP2) divided, beside one GPU.
+
+torchrun --nproc-per-node 2 benchmarks/hybrid.py --json benchmarks/results/hybrid.json --commit HASH
+torchrun --nproc-per-node 2 benchmarks/hybrid.py --dry --json /tmp/hybrid.json           (a CPU, gloo, tiny sizes)
+python benchmarks/hybrid.py --page benchmarks/results/hybrid.json --into docs/parallel.md
+
+Three Gated DeltaNet layers for each softmax layer, 340M parameters, one sequence of --tokens a step, AdamW, bfloat16
+autocast over float32 weights, activations of a block computed again in the backward pass. The same start and the same
+tokens: first every rank alone on whole sequences (each process is one GPU), then all together. Losses of every step,
+tokens a second (median step, the first two left out), peak memory. tokens: random words of a small language in which
+each word says what may follow, so that there is something to learn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpu_page import shows
+from models_work import DEVICE, VOCABULARY, fresh_peak, peak
+from torch.distributed.device_mesh import init_device_mesh
+
+import dsf
+from dsf.models import CausalLM, next_labels, sized
+
+MIXERS = ["gated_deltanet"] * 3 + ["softmax_attention"]
+WAYS = 4  # words that may follow a word
+
+
+def text(steps, tokens, device):
+    """Ids [steps, tokens], alike on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    follows = torch.randint(0, VOCABULARY, (VOCABULARY, WAYS), generator=generator)
+    choices = torch.randint(0, WAYS, (steps, tokens), generator=generator)
+    now, found = torch.randint(0, VOCABULARY, (steps,), generator=generator), []
+    for t in range(tokens):
+        found.append(now)
+        now = follows[now, choices[:, t]]
+    return torch.stack(found, dim=1).to(device)
+
+
+def trained(asked, ids, sequence, mesh):
+    """{losses, ms, peak}. sequence: over which tokens are divided, or None."""
+    torch.manual_seed(0)
+    fresh_peak()
+    with torch.device(ids.device):
+        model = CausalLM(sized("tiny" if asked.dry else "340m", MIXERS, VOCABULARY, fused_loss=True)).train()
+    model.enable_gradient_checkpointing()
+    if sequence is not None:
+        dsf.parallel.attach(model, sequence)
+        dsf.parallel.prepare(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=0.1)
+    losses, times, ranks = [], [], 1 if sequence is None else sequence.ranks
+    for row in ids:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        given, labels = row[None], next_labels(row[None])
+        count = (labels != -100).sum()
+        if sequence is not None:
+            given, labels = sequence.shard(given, labels)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+            loss = model(given, shift_labels=labels, num_items_in_batch=count, return_state=False).loss
+        (loss * ranks).backward()  # FSDP takes the mean over ranks, and the loss is the sum
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found = loss.detach().clone()
+        if sequence is not None:
+            dist.all_reduce(found)
+        losses.append(found.item())
+        times.append((time.perf_counter() - begin) * 1e3)
+    return {"losses": losses, "ms": statistics.median(times[2:]), "ms_all": times, "peak_mib": peak()}
+
+
+def page(data):
+    """The table of a record."""
+    last = f"loss after {len(data['one']['losses'])} steps"
+    lines = [f"| 340M, {data['tokens']:,} tokens | tokens/s | step ms | peak MiB a GPU | {last} |", "|---" * 5 + "|"]
+    for who, title in (("one", "one GPU"), ("ranks", f"{data['ranks_count']} GPUs, tokens and parameters divided")):
+        row = data[who]
+        memory = "–" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}"
+        speed = data["tokens"] / row["ms"] * 1e3
+        lines.append(f"| {title} | {speed:,.0f} | {row['ms']:,.0f} | {memory} | {row['losses'][-1]:.4f} |")
+    return "\n".join(
+        [*lines, "", f"Losses of a step are at most {data['apart']:.2%} apart; strong efficiency {data['strong']:.0%}. "
+         f"{data['device']}, torch {data['torch']}, commit {data['commit']}."]
+    )  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, tiny: whether all of it runs")
+    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
+    parser.add_argument("--into", type=Path, help="and put the table into this page")
+    asked = parser.parse_args()
+    if shows(asked, page):
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if asked.dry else torch.device("cuda", local)
+    if not asked.dry:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if asked.dry else "nccl", timeout=timedelta(seconds=180))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ids = text(asked.steps, asked.tokens, device)
+    one = trained(asked, ids, None, None)
+    if not dist.get_rank():
+        print("one:", json.dumps(one), flush=True)
+    sequence = dsf.parallel.Sequence(mesh["cp"])
+    ranks = trained(asked, ids, sequence, mesh["cp"])
+    if not dist.get_rank():
+        pairs = zip(one["losses"], ranks["losses"], strict=True)
+        record = {
+            "device": "cpu" if asked.dry else torch.cuda.get_device_name(), "torch": torch.__version__,
+            "commit": asked.commit, "tokens": asked.tokens, "ranks_count": sequence.ranks, "one": one, "ranks": ranks,
+            "apart": max(abs(a - b) / b for a, b in pairs), "strong": one["ms"] / (sequence.ranks * ranks["ms"]),
+        }  # fmt: skip
+        print(page(record), flush=True)
+        if asked.json:
+            asked.json.write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
