@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import mixer_inputs
 import pytest
 import torch
 from interpreted import interpreted
 from matrix_family import SUMMED, decayed_apart, moved_in_steps, thrice_erased, twice_erased, twice_moved
 from mixer_inputs import sample
+from test_triton_rounding import TIMES, ratios
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer, sigmoid
@@ -162,6 +164,16 @@ def test_ranks_equal_the_whole(recurrence, counting):
     found = outcome(recurrence, given, state, torch.float32, backend="triton", parallel=world)
     assert counted[0] == 1
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
+def test_bfloat16_errs_about_as_one_rounding(monkeypatch):
+    for axis in ("key", "value"):
+        monkeypatch.setitem(mixer_inputs.SIZE, axis, 64)
+    monkeypatch.setitem(mixer_inputs.RANGES, "l", mixer_inputs.RANGES["k"])
+    monkeypatch.setitem(mixer_inputs.RANGES, "a", lambda x: x + 3.0)
+    given = {name: x.bfloat16() for name, x in sample(twice_erased, batch=1, tokens=128).items()}
+    times = ratios(twice_erased, given)
+    assert max(times.values()) < TIMES, times
 
 
 CASES = {
