@@ -11,7 +11,7 @@ from mixer_inputs import sample
 from test_triton_rounding import TIMES, ratios
 
 import dsf
-from dsf import I, Key, Scalar, System, Value, outer, sigmoid
+from dsf import I, Key, Scalar, System, Value, diag, exp, outer, sigmoid
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import ZOO, get
@@ -135,6 +135,20 @@ def test_decays_of_any_strength(recurrence, strength):
     of_decays = expected.pop("g")  # differences of sums: of what is all but forgotten, only their rounding is left
     assert (found["g"].double() - of_decays).abs().max() < 2e-5 * of_decays.abs().max()
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("most", [7.0, 20.0])  # eight of them, one a token of a chunk: e^-56 and e^-160
+def test_decays_that_are_bounded(most):
+    """Rows of a chunk meet at once where the decays of all its tokens together stay in float32's range."""
+
+    @dsf.recurrence
+    def bounded(q: Key, k: Key, u: Key, w: Key, v: Value, g: Key) -> System:
+        return System(A=diag(exp(-most * sigmoid(g))) - 0.5 * outer(k, k) + 0.5 * outer(u, w), B=k * v, C=q)
+
+    given, state = sample(bounded, tokens=19), state_of(bounded)
+    given["g"][:, :9] += 9.0
+    found = outcome(bounded, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(bounded, given, state, torch.float64, form="naive"))
 
 
 @pytest.mark.parametrize("recurrence", [twice_erased, twice_moved], ids=lambda r: r.name)

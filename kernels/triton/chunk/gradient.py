@@ -38,7 +38,6 @@ from dsf.kernels.triton.chunk.tiles import (
     ERASE,
     READ,
     SOURCE,
-    is_later,
     load_rows,
     load_terms,
     prefix_of,
@@ -153,8 +152,7 @@ def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
         if C.DELTA:
             f = entry_gradients(known, here, C)
             fx = product(f, turn(x.written), C.ADJOINT_TERMS, C.ADJOINT_TERMS, C.PRECISION)
-            strict = is_later(local[:, None], local[None, :], C.GROUP)
-            fx = weigh(fx, scalars, sizes.plane, rows, strict, False, C)
+            fx = weigh(fx, scalars, sizes.plane, rows, local[:, None] > local[None, :], False, C)
             fx *= tl.load(scalars + ERASE * sizes.plane + rows)[:, None]
             pairs -= tl.dot(x.k, tl.trans(x.k), input_precision=C.PRECISION) * fx
         grad += spanning(pairs, local, False, C.KIND, C.PRECISION, C.PAIR_TERMS)
