@@ -114,6 +114,20 @@ def test_corrections_that_read_along_one_vector_share_a_row():
     assert_same(found, outcome(read_along_one, given, None, torch.float64, form="naive"))
 
 
+@dsf.recurrence
+def erased_again(q: Key, k: Key, v: Value, b: Scalar, c: Scalar) -> System:
+    """One key twice: a delta rule."""
+    return System(A=I - sigmoid(b) * outer(k, k) - c * outer(k, k), B=k * v, C=q)
+
+
+def test_a_key_that_is_erased_twice_is_erased_once():
+    ops = operands_of(erased_again.spec)
+    assert (erased_again.spec.rank, ops.group, ops.lefts) == (2, 1, None)
+    given = sample(erased_again, tokens=5)
+    found = outcome(erased_again, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(erased_again, given, None, torch.float64, form="naive"))
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("recurrence", [thrice_erased, twice_moved], ids=lambda r: r.name)
 def test_packed_sequences_are_separate_sequences(recurrence, stateful):

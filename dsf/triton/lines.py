@@ -44,9 +44,9 @@ def _parts(row: Row) -> Parts:
         same = next((i for i in free if split_scale(row.terms[i].key)[1] is c.left), None)
         free = [i for i in free if i != same]
         found.append((c, same))
-    for place, (c, term) in enumerate(found):
+    for place, (correction, term) in enumerate(found):
         if term is None and free:
-            found[place] = c, free.pop(0)
+            found[place] = correction, free.pop(0)
     return [*found, *((None, i) for i in free)]
 
 
@@ -55,7 +55,9 @@ def _merged(corrections: tuple[Correction, ...]) -> list[Correction]:
     found: dict[Expr, Correction] = {}
     for c in corrections:
         same = found.get(c.right)
-        if same is not None:
+        if same is not None and same.left is c.left:
+            c = Correction(same.scale + c.scale, c.left, c.right)
+        elif same is not None:
             c = Correction(const(1), times(same.scale, same.left) + times(c.scale, c.left), c.right)
         found[c.right] = c
     return list(found.values())
