@@ -19,7 +19,9 @@ from unittest import mock
 
 import torch
 import triton
+from declared import OWN
 from front_end import FrontEnd
+from gpu_matrix import recurrence_of
 from triton.backends.compiler import GPUTarget
 
 from dsf import Packing
@@ -28,7 +30,7 @@ from dsf.kernels.triton.chunk import table as chunks
 from dsf.kernels.triton.operators import noted
 from dsf.kernels.triton.scan import table as scans
 from dsf.language.errors import DsfError
-from dsf.mixers import ZOO, get
+from dsf.mixers import ZOO
 from dsf.triton.choose import elsewhere
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -115,7 +117,7 @@ def one(name, dtype, gpu, whole):
     for sizes in CALLS:
         with noted() as schedules, elsewhere():
             try:
-                call(get(name).recurrence, sizes, getattr(torch, dtype))
+                call(recurrence_of(name), sizes, getattr(torch, dtype))
             except DsfError as error:  # sizes or a recurrence that no kernel takes
                 refused = str(error).splitlines()[0]
         for x in (x for schedule in schedules for x in schedule.launches):
@@ -131,7 +133,7 @@ def one(name, dtype, gpu, whole):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[e.name for e in ZOO if e.recurrence is not None])
+    parser.add_argument("--only", nargs="*", default=[*(e.name for e in ZOO if e.recurrence is not None), *OWN])
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=DTYPES)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gpu", choices=GPUS, default="h100")

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from declared import OWN
 from gpu_compile import compile_all, limit, tune_quickly
 from gpu_page import add_options, page, shows
 
@@ -30,12 +31,6 @@ import dsf
 from dsf import I, Key, Scalar, System, Value, diag, exp, outer, sigmoid
 from dsf.analysis.peers import Unfit, operator, peers_of
 from dsf.mixers import get
-
-
-@dsf.recurrence
-def scalar_decay(q: Key, k: Key, v: Value, g: Scalar) -> System:
-    """One decay a head and token, given as its logarithm."""
-    return System(A=exp(g), B=k * v, C=q)
 
 
 @dataclass(frozen=True)
@@ -65,13 +60,17 @@ ROWS = {
     "gla": Row("gla", BOTH),
     "kda": Row("kda", BOTH),
     "rwkv7": Row("rwkv7", BOTH),
+    "two_summed": Row("two_summed", BOTH),
+    "two_composed": Row("two_composed", BOTH),
+    "rows_summed": Row("rows_summed", BOTH),
+    "rows_composed": Row("rows_composed", BOTH),
 }
 OURS, GRAPH = "ours", "ours, CUDA graph"
 SHARES = {"kda": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "delta": 5, "ssd": 5}  # workers a peer's row, else 2
 
 
 def recurrence_of(name):
-    return scalar_decay if name == "scalar_decay" else get(name).recurrence
+    return OWN[name] if name in OWN else get(name).recurrence
 
 
 def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda"):
@@ -81,9 +80,9 @@ def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda"):
         sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
         mine = 1 if i.name in shared else heads
         x = torch.randn([batch, tokens, mine, *sizes] if i.kind.time else [mine, *sizes], device=device)
-        if i.name in ("k", "b", "kappa") and sizes:
+        if i.name in ("k", "l", "b", "kappa") and sizes:
             x = torch.nn.functional.normalize(x, dim=-1)
-        if i.name in ("alpha", "beta"):
+        if i.name in ("alpha", "beta", "gamma"):
             x = torch.sigmoid(x + (3.0 if i.name == "alpha" else 0.0))
         if i.name in ("g", "f"):
             x = -torch.nn.functional.softplus(x) if recurrence.name in ("kda", "scalar_decay") else x + 3.0

@@ -55,6 +55,13 @@ SUBJECTS = {
     "identity": mixer("unnormalized_linear_attention"), "constant-decay": mixer("retnet"), "scalar-decay": mixer("ssd"),
     "key-decay": mixer("gla"), "read-before": mixer("rwkv6"), "delta": mixer("deltanet"),
     "gated-delta": mixer("gated_deltanet"), "kda": mixer("kda"), "rank-one": mixer("rwkv7"),
+    "summed-deltas": declared(
+        "sigmoid(s) * (I - sigmoid(b) * outer(k, k) - 0.5 * outer(l, l))", "k * (sigmoid(b) * v) + l * x", d="pv * v"
+    ),
+    "summed-key-deltas": declared(
+        "(I - sigmoid(b) * outer(k, k) - 0.5 * outer(l, l)) @ diag(sigmoid(sk))", "k * (sigmoid(b) * v)"
+    ),
+    "summed-rows": declared("diag(sigmoid(sk)) - sigmoid(b) * outer(k, k) + 0.5 * outer(l, sigmoid(k) * l)", "k * v"),
     "micro-steps": mixer("delta_product"), "gated-micro-steps": mixer("gated_delta_product"),
     "normalised": mixer("linear_attention"), "exponential-gate": mixer("mlstm"),
     "gated-read": declared("sigmoid(s)", "k * v", "q * sigmoid(o)", "pv * v"),

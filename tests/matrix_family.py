@@ -103,5 +103,41 @@ def single_steps(q: Steps[Key, 1], k: Steps[Key, 1], v: Steps[Value, 1], beta: S
     return System(A=sigmoid(a) * (I - beta[0] * outer(k[0], k[0])), B=k[0] * (beta[0] * v[0]), C=q[0])
 
 
+@dsf.recurrence
+def twice_erased(q: Key, k: Key, l: Key, v: Value, x: Value, a: Scalar, b: Scalar, c: Scalar) -> System:
+    """Two keys are erased at once, in a decay of either sign, and both are written."""
+    erased = sigmoid(b) * outer(l2norm(k), l2norm(k)) + sigmoid(c) * outer(l, l)
+    return System(A=tanh(a) * (I - erased), B=l2norm(k) * (sigmoid(b) * v) + l * (sigmoid(c) * x), C=q, D=a * v)
+
+
+@dsf.recurrence
+def thrice_erased(q: Key, k: Steps[Key, 3], v: Value, g: Key, b: Scalar) -> System:
+    """Rows that decay, then three keys that are erased at once, of which the last is written; read before."""
+    erased = sigmoid(b) * outer(k[0], k[0]) + 0.5 * outer(k[1], k[1]) + b**2 * outer(k[2], k[2])
+    return System(A=(I - erased) @ diag(exp(g)), B=k[2] * v, C=q, read="before")
+
+
+@dsf.recurrence
+def decayed_apart(q: Key, k: Key, l: Key, v: Value, a: Scalar, b: Scalar, c: Scalar) -> System:
+    """Of two corrections one is decayed with the state; a quotient."""
+    decay = sigmoid(a) * (I - sigmoid(b) * outer(k, k)) - sigmoid(c) * outer(l, l)
+    return System(A=decay, B=k * (sigmoid(b) * v), C=q, normalize=lambda n, d: n / (1 + d * d))
+
+
+@dsf.recurrence
+def twice_moved(q: Key, k: Key, u: Key, w: Key, v: Value, x: Value, g: Key, s: Scalar) -> System:
+    """Rows that decay without bound; what lies along two keys is moved at once, and three products are written."""
+    moved = outer(u, w) - sigmoid(s) * outer(k, u)
+    return System(A=diag(exp(g)) + 0.5 * moved, B=k * v + u * x - w * (s * v), C=q * sigmoid(s))
+
+
+@dsf.recurrence
+def moved_in_steps(q: Key, k: Steps[Key, 2], u: Key, v: Value, g: Key, s: Scalar) -> System:
+    """A sum of corrections whose decay is bounded, then a single one, in micro-steps."""
+    first = diag(exp(-0.5 * sigmoid(g))) + sigmoid(s) * outer(u, k[0]) - 0.5 * outer(k[0], u)
+    return dsf.compose(System(A=first, B=k[0] * v), System(A=I - outer(k[1], u), B=u * v, C=q))
+
+
+SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps]
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
 UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps]

@@ -190,6 +190,7 @@ FAMILIES = {
             "erasing_ratio": of(matrix.erasing_ratio),
             "gated": of(matrix.gated),
             "single_steps": of(matrix.single_steps),
+            "twice_erased": of(matrix.twice_erased, **FEW),
             "deltanet, fewer channels than keys": of("deltanet", N=128, P=32),
             "forgetful_delta, wide": of(matrix.forgetful_delta, N=128, P=128),
             "swinging, long": of(matrix.swinging, B=1, H=1, T=40_000),
@@ -208,7 +209,8 @@ FAMILIES = {
     ),
     "a decay for a key": Family(
         every(matrix.fading_rows, matrix.fading_delta)
-        | {"late_gate": of(matrix.late_gate), "kda, ranks": of("kda", **RANKS), "late_ratio": of(matrix.late_ratio)},
+        | {"late_gate": of(matrix.late_gate), "kda, ranks": of("kda", **RANKS), "late_ratio": of(matrix.late_ratio)}
+        | {"thrice_erased": of(matrix.thrice_erased, **FEW)},
         ("chunk.forward_walk", "chunk.key_gradient", "chunk.keywise", "chunk.walk"),
     ),
     "rank-one rows": Family(
@@ -217,6 +219,7 @@ FAMILIES = {
             "moving_rows": of(matrix.moving_rows),
             "sure_rows": of(matrix.sure_rows),
             "rwkv7, ranks": of("rwkv7", **RANKS),
+            "twice_moved": of(matrix.twice_moved),
         },
         ("chunk.halves", "chunk.rank_one", "chunk.rank_one_gradient"),
     ),

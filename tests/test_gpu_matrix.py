@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix_family import UNSEEN, forgetful_delta, leaning_rows, moving_rows, skipping_rows, swinging
+from matrix_family import SUMMED, UNSEEN, forgetful_delta, leaning_rows, moving_rows, skipping_rows, swinging
 from mixer_inputs import RANGES
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 NAMES = ["unnormalized_linear_attention", "linear_attention", "retnet", "ssd", "mlstm", "deltanet", "gated_deltanet"]
 NAMES += ["delta_product", "gated_delta_product", "gla", "kda", "rwkv6", "rwkv7"]
-ALL = UNSEEN + [get(name).recurrence for name in NAMES]
+ALL = UNSEEN + SUMMED + [get(name).recurrence for name in NAMES]
 DEVICE = "cuda"  # tests/test_triton_random.py has it on the CPU
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1.5e-2}
 

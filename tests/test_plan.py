@@ -104,7 +104,12 @@ ON_KERNELS = [  # docs/forms.md, "Where it runs": what a call of 256 tokens on a
     (declared("sigmoid(av)", "v", "1"), "fused scan"),
     (declared("sigmoid(av) * " + DELTA), "WY chunks of every channel.*not on triton: .* value-diagonal decay"),
     (declared("I - sigmoid(av) * outer(k, k)"), "not on triton: the matrix kernels erase alike in all channels"),
-    (declared("I - 0.5 * outer(k, k) - 0.5 * outer(l, l)"), "not on triton: A sums several corrections in one step"),
+    (declared("I - 0.5 * outer(k, k) - 0.5 * outer(l, l)"), "^WY transform and chunk walk of sums of corrections"),
+    (declared("diag(sigmoid(ak)) + outer(k, l) - outer(l, k)"), "^generalised WY transform .* of sums of corrections"),
+    (
+        declared("tanh(a) * I + outer(k, l) - outer(l, k)"),
+        "not on triton: beside a correction .* made of exp and sigmo",
+    ),
     (declared("diag(sigmoid(ak)) @ turn(t)"), "not on triton: turns beside a decay that differs within a pair"),
     (declared("sigmoid(a)", window="7"), "not on triton: .* a window of a finite state runs on torch"),
     (declared("sigmoid(a)", **SOFTMAX), "attention by tiles"),
@@ -240,24 +245,25 @@ def test_every_mixer_has_a_plan_for_a_gpu_that_is_not_there(sizes):
 
 
 def test_reasons_and_refusals_name_what_the_declaration_has():
-    """Sums of corrections, Taylor features decoded, solves: why, in the words of the declaration."""
-    from dsf import I, Key, Scalar, System, Value, outer, taylor_features
+    """Long sums of corrections, Taylor features decoded, solves: why, in the words of the declaration."""
+    from dsf import I, Key, Steps, System, Value, outer, taylor_features
 
     @dsf.recurrence
-    def two(q: Key, k: Key, l: Key, v: Value, b: Scalar):
-        return System(A=I - b * outer(k, k) - b * outer(l, l), B=k * (b * v), C=q)
+    def nine(q: Key, k: Steps[Key, 9], v: Value):
+        erased = outer(k[0], k[0])
+        for i in range(1, 9):
+            erased = erased + outer(k[i], k[i])
+        return System(A=I - 0.1 * erased, B=k[0] * v, C=q)
 
     @dsf.recurrence
     def based(q: Key, k: Key, v: Value):
         return System(A=I, B=taylor_features(k, 2) * v, C=taylor_features(q, 2))
 
     device = {"device": "cuda", "backend": "triton"}
-    message = (
-        r"two: .* A sums several corrections in one step, outer\(k, k\) and outer\(l, l\), .* dsf.compose of steps"
-    )
+    message = "nine: .* the matrix kernels take a step of at most 8 corrections, and products in B, that are summed"
     with pytest.raises(dsf.FormError, match=message):
-        two.plan(**device)
+        nine.plan(**device)
     with pytest.raises(dsf.FormError, match="on torch only: no printed kernel evaluates Taylor features"):
         based.plan(T=1, N=8, P=8, form="recurrent", **device)
-    assert two.plan().kernel == "WY chunks"
+    assert nine.plan().kernel == "WY chunks"
     assert mixers.get("mesanet").recurrence.plan().reason == "all tokens' readouts are solved for at once"

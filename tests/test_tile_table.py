@@ -115,7 +115,7 @@ def tuner(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    for name in ("gpu_matrix", "gpu_page", "gpu_compile"):
+    for name in ("gpu_matrix", "gpu_page", "gpu_compile", "declared"):
         sys.modules.pop(name, None)
 
 

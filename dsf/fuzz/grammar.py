@@ -90,6 +90,13 @@ RANK_ONE = [
     ("diag(exp(-0.6 * sigmoid(sk)))", "-outer(sigmoid(bk) * k, k)"), ("sigmoid(s) * I", "-0.5 * outer(k, bk * k)"),
     ("diag(sigmoid(sk))", "outer(0.5 * tanh(b) * k, l)"), ("I", "-sigmoid(b) * outer(k, k * sigmoid(pk))"),
 ]  # fmt: skip
+SUMS = [
+    "sigmoid(s) * (I - 0.5 * outer(k, k) - 0.5 * outer(l, l))",
+    "0.5 * sigmoid(s) * (I - outer(k, k)) - 0.5 * outer(l, l)",
+    "(I - 0.5 * outer(k, k) - sigmoid(b) * outer(l, l)) @ diag(exp(-softplus(sk)))",
+    "diag(0.5 * sigmoid(sk)) + 0.25 * outer(k, l) - 0.25 * outer(l, sigmoid(bk) * k)",
+    "I - 0.3 * outer(k, k) - 0.3 * outer(l, l) - 0.3 * outer(l2norm(k + l), l2norm(k + l))",
+]  # fmt: skip
 WINDOWS = [0, 0, 1, 2, 3, 5, 16, 40]
 SINKS = ["lambda num, den, one: num / (den + exp(ps) * one)", "lambda num, den, one: num / (den + one)"]
 GUARDED = [
@@ -176,8 +183,8 @@ def _on_values(pick: Pick) -> Declaration:
 def _several(pick: Pick) -> Declaration:
     """Several writes, corrections and reads in one step."""
     a = pick([
-        "I - sigmoid(b) * outer(k, k) - sigmoid(s) * outer(l, l)", pick(SCALAR), pick(KEYWISE), pick(VALUEWISE),
-        f"diag({pick(KEYWISE)}) @ (I - sigmoid(b) * outer(k, k))",
+        "I - sigmoid(b) * outer(k, k) - sigmoid(s) * outer(l, l)", pick(SUMS), pick(SUMS), pick(SCALAR), pick(KEYWISE),
+        pick(VALUEWISE), f"diag({pick(KEYWISE)}) @ (I - sigmoid(b) * outer(k, k))",
     ])  # fmt: skip
     b = pick(["k * v + l * x", "k * (sigmoid(b) * v) - 0.5 * l * x", "k * v + l * v + sigmoid(sk) * x"])
     c = pick(["q", "q + sigmoid(o) * l", "(q - o * silu(l)) * sigmoid(pk)", "o * (q + pv * l) * N ** -0.5"])
@@ -207,7 +214,7 @@ def _product(pick: Pick) -> Declaration:
         erase = f"I - sigmoid(bs[{j}]) * outer(ks[{j}], ks[{j}])"
         a = pick([
             erase, f"sigmoid(gs[{j}]) * ({erase})", f"sigmoid(gs[{j}])", f"sigmoid(gk[{j}])", f"sigmoid(gv[{j}])",
-            f"sigmoid(gk[{j}] + gv[{j}])", "I",
+            f"sigmoid(gk[{j}] + gv[{j}])", "I", f"0.5 * ({erase}) - 0.5 * outer(l, l)",
         ])  # fmt: skip
         return a, pick([f"ks[{j}] * (sigmoid(bs[{j}]) * vs[{j}])", f"ks[{j}] * vs[{j}]"])
 

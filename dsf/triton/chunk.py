@@ -68,13 +68,14 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
     from dsf.kernels.triton.chunk.table import tiles
 
     dtype = torch.float32 if sizes.n < FEWEST else dtype
-    ops, spec = operands_of(spec), written_apart(spec)
+    ops = operands_of(spec)
     kind = "none" if ops.decays is None else ("key" if ops.keywise else "scalar")
     kind = "rank_one" if ops.lefts else kind
     t = tiles(sizes.n, channels(spec, sizes.p) + ops.column, dtype, kind, bool(ops.erases or ops.lefts), device)
     name = "WY transform and chunk walk" if ops.erases else "chunk walk"
     name = "generalised WY transform and chunk walk" if ops.lefts else name
-    return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // spec.micro)
+    name += " of sums of corrections" * (ops.group > 1)
+    return f"{name} ({t.keys} keys x {t.piece} channels, {t.walk_warps} warps)", max(1, t.chunk // ops.rows)
 
 
 @derived

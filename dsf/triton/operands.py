@@ -19,6 +19,7 @@ from dsf.language.operator import I, factors_of, normal_form, split_scale, summa
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Row, Spec
 from dsf.language.system import System
+from dsf.triton.lines import MOST, lines_of, paid
 
 ZERO, UNIT = const(0), const(1)
 GONE = -20.0  # a decay below e^-20 = 2e-9 passes on less than the rounding error of its gradient in float32
@@ -30,7 +31,8 @@ class Operands:
 
     With lefts: S = (a + left right') S + key value', and y = query' S + own · value, where own is the bonus. decays:
     when `log`, logarithms between floor and -floor; keywise: one for each key entry. ones: what drives the normaliser
-    in place of values; gains: exponents of exponential gates.
+    in place of values; gains: exponents of exponential gates; group: rows that act at once, as one micro-step does
+    whose A sums several corrections (dsf.triton.lines), else 1.
     """
 
     query: Expr
@@ -49,6 +51,12 @@ class Operands:
     rights: tuple[Expr, ...] | None = None
     floor: float = -math.inf
     own: Expr | None = None
+    group: int = 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a token in the kernels."""
+        return len(self.keys)
 
     @property
     def column(self) -> bool:
@@ -91,20 +99,24 @@ def operands_of(spec: Spec) -> Operands:
         raise Unfit("the matrix kernels take exponential gains of one number a head, without corrections or D")
     if spec.is_stabilised and spec.micro > 1:
         raise Unfit("the matrix kernels take exponential gains of one micro-step a token")
-    logs = spec.log_decays
-    decays = logs if logs is not None else tuple(r.normal.decay for r in spec.rows)
+    group, lines, ones_lines = lines_of(spec)
+    if group > MOST:
+        raise Unfit(f"the matrix kernels take a step of at most {MOST} corrections, and products in B, that are summed")
+    logs, steps = spec.log_decays, tuple(r.normal.decay for r in spec.rows)
+    decays = paid(steps, group, UNIT) if logs is None else paid(logs, group, ZERO)
     keywise = KEY in spec.decay_axes
     if keywise and logs is None:
         raise Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
     plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
-    general = spec.rank == 1 and not all(is_delta(r) for r in spec.rows)
-    rows = [_row(r, general) for r in spec.rows]
+    of_steps = [decay for decay in steps for _ in range(group)]
+    general = not all(map(is_delta, lines, of_steps))
+    rows = [_row(line, decay, general) for line, decay in zip(lines, of_steps, strict=True)]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
     gate, core = spec.gated_read
     read, query = split_scale(core)
     ones = None
     if spec.ones is not None:
-        ones = tuple(r.terms[0].value if r.terms else ZERO for r in spec.ones_rows)
+        ones = tuple(line.terms[0].value if line.terms else ZERO for line in ones_lines)
         if spec.den_has_channels:
             raise Unfit("the matrix kernels take a normaliser of one number a head")
         if any(one is not source for one, source in zip(ones, sources, strict=True)):
@@ -117,10 +129,10 @@ def operands_of(spec: Spec) -> Operands:
         gains = tuple(_gain(r) for r in spec.rows)
     found = Operands(
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
-        logs is not None, keywise, ones, gains, gate,
+        logs is not None, keywise, ones, gains, gate, group=group,
     )  # fmt: skip
     if general:
-        found = _rank_one(spec, found)
+        found = _rank_one(spec, found, lines)
     _check_printable(spec, found)
     return found
 
@@ -129,9 +141,12 @@ def operands_of(spec: Spec) -> Operands:
 def written_apart(spec: Spec) -> Spec:
     """The same system with one micro-step for each product in B: the first has A, the others A = I.
 
-    The first product is the one whose key a delta rule erases. A spec whose rows write one product is unchanged.
+    The first product is the one whose key a delta rule erases. Unchanged are specs whose rows write one product, and
+    those that sum corrections, whose rows (dsf.triton.lines) have room for several products.
     """
     if spec.is_attention or spec.mixes_pairs or all(len(r.terms) < 2 and r.dense is None for r in spec.rows):
+        return spec
+    if spec.rank > 1:
         return spec
     if any(r.dense is not None for r in spec.rows):
         return spec
@@ -164,16 +179,13 @@ def _gain(row: Row) -> Expr:
     return ZERO if gain is None else gain
 
 
-def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
-    """(key, source, value, erase) of one micro-step; erase is zero for `general` corrections, no delta rule."""
+def _row(row: Row, decay: Expr, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
+    """(key, source, value, erase) of a row; erase is zero for `general` corrections, no delta rule.
+
+    decay: of the row's micro-step, which its first row has.
+    """
     if row.dense is not None or len(row.terms) > 1:
         raise Unfit("the matrix kernels take a B of one product, a Key times a Value expression")
-    if len(row.normal.corrections) > 1:
-        found = " and ".join(f"outer({c.left}, {c.right})" for c in row.normal.corrections)
-        raise Unfit(
-            f"A sums several corrections in one step, {found}, and the matrix kernels take one a micro-step; "
-            "dsf.compose of steps with one each is another recurrence, which they take"
-        )
     scale, key, source, value = UNIT, UNIT, ZERO, UNIT
     if row.terms:
         scale, key = split_scale(row.terms[0].key)
@@ -184,37 +196,37 @@ def _row(row: Row, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
             raise Unfit("the matrix kernels erase alike in all channels")
     if general or not row.normal.corrections:
         return key, source, value, ZERO
-    erase = _erase(row)
+    erase = _erase(row, decay)
     assert erase is not None
     return row.normal.corrections[0].left, source, value, erase
 
 
-def is_delta(row: Row) -> bool:
-    """True for a row without correction, or one that erases at the key it writes (a delta rule)."""
-    return not row.normal.corrections or _erase(row) is not None
+def is_delta(row: Row, decay: Expr) -> bool:
+    """True for a row without correction, or one that erases at the key it writes (a delta rule), after the decay."""
+    return not row.normal.corrections or _erase(row, decay) is not None
 
 
-def _rank_one(spec: Spec, found: Operands) -> Operands:
+def _rank_one(spec: Spec, found: Operands, lines: list[Row]) -> Operands:
     """Operands of a transition that is diagonal plus rank one. Vectors keep their scales, decays are by key entry."""
     if spec.log_decays is None:
         raise Unfit("beside a correction the matrix kernels take decays made of exp and sigmoid, whose log is derived")
-    corrections = [r.normal.corrections[0] if r.normal.corrections else None for r in spec.rows]
+    corrections = [x.normal.corrections[0] if x.normal.corrections else None for x in lines]
     lefts = tuple(ZERO if c is None else times(c.scale, c.left) for c in corrections)
     rights = tuple(ZERO if c is None else c.right for c in corrections)
     keys = tuple(times(s, k) for s, k in zip(found.sources, found.keys, strict=True))
     own, core = split_scale(spec.system.D, VALUE)
-    alone = core is found.values[-1] and not own.axes and spec.micro == 1 and spec.system.read == "after"
+    alone = core is found.values[-1] and not own.axes and found.rows == 1 and spec.system.read == "after"
     bare = spec.rule is None and found.gate is UNIT
     return replace(
         found, query=times(found.read, found.query), read=UNIT, keys=keys, sources=(UNIT,) * len(keys), erases=None,
-        decays=spec.log_decays, log=True, keywise=True, lefts=lefts, rights=rights,
+        decays=paid(spec.log_decays, found.group, ZERO), log=True, keywise=True, lefts=lefts, rights=rights,
         floor=min(min(low, -high) for low, high in map(bounds, spec.log_decays)), own=own if alone and bare else None,
     )  # fmt: skip
 
 
-def _erase(row: Row) -> Expr | None:
+def _erase(row: Row, decay: Expr) -> Expr | None:
     """erase of A = decay (I - erase · key keyᵀ), or of (I - erase · key keyᵀ) diag(decay); None if A is neither."""
-    decay, (c, *more) = row.normal.decay, row.normal.corrections
+    c, *more = row.normal.corrections
     decayed = KEY in decay.axes and c.right is decay * c.left
     if more or not (decayed or (c.left is c.right and KEY not in decay.axes)):
         return None

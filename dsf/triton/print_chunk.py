@@ -78,7 +78,7 @@ class _Writer(Writer):
         return list(dict.fromkeys(r.name for r in self.roots))
 
     def _operand_roots(self) -> list[Root]:
-        ops, many = self.ops, self.spec.micro > 1
+        ops, many = self.ops, self.ops.rows > 1
         roots = [Root(ops.query, "query", frozenset({KEY}), None)]
         if ops.read is not UNIT:
             roots.append(Root(ops.read, "read", SCALAR, None))
@@ -169,7 +169,7 @@ class _Writer(Writer):
         keyed = all(x.axes == {KEY} and x in self.nodes and self.kinds[x.attrs[0]].time for x in found)
         apart = not {x.attrs[0] for x in found} & {x.attrs[0] for x in inputs_of(*others)}
         summed = any(x.op in {*REDUCTIONS, "size"} for x in children_first(*own))
-        return found if keyed and apart and not summed and self.spec.micro == 1 else []
+        return found if keyed and apart and not summed and self.ops.rows == 1 else []
 
     def _made_there(self, name: str) -> Expr | None:
         """What the chunk kernels compute of an operand key by key: itself or the terms of its sum; None for nothing."""
@@ -204,7 +204,7 @@ class _Writer(Writer):
         A second function, finish_loads, has its loads, so that the walk can issue them earlier; values are the walk's.
         """
         spec, ops = self.spec, self.ops
-        if self.y is None or self.column or ops.lefts or spec.micro > 1 or spec.system.read == "before":
+        if self.y is None or self.column or ops.lefts or ops.rows > 1 or spec.system.read == "before":
             return None
         nodes = children_first(self.y)
         if (spec.rule is not None and self.factor is None) or any(
@@ -382,15 +382,16 @@ class _Writer(Writer):
             used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
             if name == "value" and self.column and self.ops.ones is not None:
                 used |= {x.attrs[0] for e in self.ops.ones for x in inputs_of(e)} & self.kinds.keys()
-            rows = self.spec.micro if mine[0].step is not None else 1
+            rows = self.ops.rows if mine[0].step is not None else 1
             made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
         kinds = self.kinds.items()
         inputs = tuple(Access(name, x.steps, x.time, KEY in x.axes, VALUE in x.axes) for name, x in kinds)
         return Program(
-            inputs, roles, tuple(made), self.direct(), self.spec.micro, self.spec.system.read == "before",
+            inputs, roles, tuple(made), self.direct(), self.ops.rows, self.spec.system.read == "before",
             self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,
             None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
             self.ops.floor if self.ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
+            self.ops.group,
         )  # fmt: skip
 
 

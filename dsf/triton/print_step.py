@@ -221,7 +221,7 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     )
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
     plain = all(r.normal.decay is UNIT and not r.normal.corrections for r in spec.rows)
-    general = not all(is_delta(r) for r in spec.rows)
+    general = not all(is_delta(r, r.normal.decay) for r in spec.rows)
     program = StepProgram(
         inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, general, plain
     )

@@ -38,6 +38,7 @@ Shapes are of one head; i and j are rows, that is tokens, of a chunk.
 | summary of a segment: what it adds to a state | SUMMARY | [N, P] | hm of context parallelism | |
 | what a segment multiplies its first state by | `passed` | [N] or [N, N] | | |
 | heads that share q and k | `group` | H / G | GVA | ngroups |
+| rows of a step whose A sums corrections; no row reads another one's | GROUP | 1, 2, 4, 8 | | |
 | one of the bfloat16 numbers whose sum is an operand | term | | | |
 | packed sequences; the chunks of all of them | `table`, slot | [slots, 4] | cu_seqlens, chunk_indices | seq_idx |
 | printed function that a kernel calls: gates, quotient and skip of y, adjoints | hole | | | |

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.chunk.matrix import Traits
 from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
@@ -137,10 +138,12 @@ class ChunkCall(Pointwise):
         if self.program.floor is not None:
             found |= {name: self.operand(name) for name in ("decay", "left", "right", "own")}
             found["made"] = {name: self.printed_with(f"made_{name}") for name in MADE_THERE}
-            return found | {"state": start, "heads": self.heads, "floor": self.program.floor}
+            found |= {"floor": self.program.floor, "group": self.program.group}
+            return found | {"state": start, "heads": self.heads}
         found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
-        found["positive"] = "source" in self.program.roles and self.program.roles["source"].positive
+        positive = "source" in self.program.roles and self.program.roles["source"].positive
+        found["traits"] = Traits(positive, self.program.group)
         normal = None
         if self.inside:
             start, column = self.split(start)

@@ -37,6 +37,7 @@ from dsf.kernels.triton.chunk.tiles import (
     ERASE,
     READ,
     SOURCE,
+    is_later,
     load_rows,
     load_terms,
     product,
@@ -124,6 +125,8 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
     if C.DELTA:
         adjoint_entries += (((batch * count - base) * C.L + behind) * heads + head) * C.P * C.X_TERMS
         f = load_terms(adjoint_entries, heads * C.P * C.X_TERMS, rows, end, columns, C.P, C.BP, C.KIND, C.X_TERMS)
+        if C.GROUP > 1:
+            earlier = is_later(local[:, None], local[None, :], C.GROUP)
         products = tl.where(earlier, tl.dot(f[0], written[0], input_precision=C.PRECISION), 0.0)
         store_rows(pairs + C.L, heads * C.PITCH, rows, end, local, C.L, C.L, rounded(products, C.BETWEEN, C.PRECISION))
         grad_v = whole(f, C.X_TERMS)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import LOG_TINY, Chunked, load_rows, running_sums, store_rows
+from dsf.kernels.triton.chunk.tiles import LOG_TINY, Chunked, is_later, load_rows, running_sums, store_rows
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
 
@@ -204,7 +204,7 @@ def _store_scores(scores, rest, system, between_rows, between_keys, rows, end, h
         left = between_rows - between_rows.to(scores.dtype.element_ty).to(tl.float32)
         store_rows(rest, heads * C.L, rows, end, local, C.L, C.L, left)
     if C.DELTA:
-        between_keys = tl.where(local[:, None] > local[None, :], between_keys, 0.0)
+        between_keys = tl.where(is_later(local[:, None], local[None, :], C.GROUP), between_keys, 0.0)
         store_rows(system, heads * C.L, rows, end, local, C.L, C.L, between_keys)
 
 

@@ -46,18 +46,26 @@ class Wanted(NamedTuple):
     exact: tuple[bool, ...] = (False,) * 3
 
 
+class Traits(NamedTuple):
+    """What is known of a call's rows: positive: no write strength is negative; group: so many rows, a power of two, act
+    at once, as corrections of one sum. Only the first of them has a decay."""
+
+    positive: bool = False
+    group: int = 1
+
+
 class _Call:
     """What all launches of one call share: sizes, tiles, strides, options, and the prepared scalars."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
         heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
-        kept: Sequence[Tensor] | None = None, packed: Sequences | None = None, positive: bool = False,
+        kept: Sequence[Tensor] | None = None, packed: Sequences | None = None, traits: Traits = Traits(),  # noqa: B008
         back: bool = False,
     ) -> None:  # fmt: skip
         """kept: where decays differ by key, the forward pass's KeyRows, or an empty list to allocate those to keep.
 
-        positive: no s is negative. back: in the backward pass.
+        back: in the backward pass.
         """
         self.batch, self.tokens, _, n = q.shape
         self.delta = b is not None
@@ -87,7 +95,7 @@ class _Call:
         kind, precision = arithmetic(q.dtype, self.delta or normal is not None)
         self.fine = precision == "ieee"
         exponents = self.decay == 1 and not (self.delta or self.fine)  # where exponents have enough digits
-        if positive and s is not None and exponents:
+        if traits.positive and s is not None and exponents:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         triangles = self.terms.states + self.scored * self.terms.scores
@@ -99,7 +107,7 @@ class _Call:
         self.measures = Sizes(self.tokens, constant(heads), self.length, self.plane)
         self.common = self.sizes | {
             "DECAY": self.decay, "KEYWISE": self.keywise, "DELTA": self.delta, "SCALED": self.scaled,
-            "READ_SCALED": self.read,
+            "READ_SCALED": self.read, "GROUP": traits.group,
         }  # fmt: skip
         self.key_block = self.tiles.gradient_keys
         if q.dtype != torch.bfloat16:  # narrower blocks of keys gave wrong results
@@ -248,14 +256,14 @@ def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
     normal: Normaliser | None = None, finish: Finish | None = None, kept: list[Tensor] | None = None,
-    packed: Sequences | None = None, positive: bool = False, held: Sequence[Tensor] = (),
+    packed: Sequences | None = None, traits: Traits = Traits(), held: Sequence[Tensor] = (),  # noqa: B008
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
 
     kept: filled with what else the backward pass can use, where decays differ by key. held: the inverses, and what
     `Held` has, if they were found before.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, positive)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, traits)
     call.held = Held(*held[1:]) if len(held) > 1 else None
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
@@ -275,14 +283,14 @@ def _chunk_matrix_backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     source: Tensor | None, erase: Tensor | None, read: Tensor | None, state: Tensor | None, solve: Tensor,
     heads: int, log: bool, normal: Normaliser | None = None, kept: Sequence[Tensor] = (),
-    packed: Sequences | None = None, skip: Skip | None = None, positive: bool = False, held: Sequence[Tensor] = (),
-    wanted: Wanted = Wanted(),  # noqa: B008
+    packed: Sequences | None = None, skip: Skip | None = None, traits: Traits = Traits(),  # noqa: B008
+    held: Sequence[Tensor] = (), wanted: Wanted = Wanted(),  # noqa: B008
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
     kept: by the forward pass, if it did. held: what `Held` has, if it was found before.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, positive, True)
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, traits, True)
     call.held = Held(*held) if held else None
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()

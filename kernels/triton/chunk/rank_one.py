@@ -18,6 +18,10 @@ kept less the identity, and products with T start in float32 from the identity's
 products between rows are in tf32, and matrices between rows are kept in float16 (halves.py) and multiplied in two
 bfloat16 terms.
 
+Where A sums several corrections, w_t + Σ a bᵀ, a token's GROUP rows, a power of two, each have one of them, and the
+first has the decay: b of all rows reads S_{t-1}, that is before G of the group's first row, and no row of its group, so
+that BA_ij and BK_ij are of the rows j of earlier groups.
+
 No exponent is above zero: rows meet in the binary blocks of keywise.py. Rows meet AT_ONCE only where the decays of a
 whole chunk are known never to fall below what float32 holds. They are then scaled relative to the chunk's start, and
 not to a later row, because a row's readout must not depend on later decays, not even by its rounding.
@@ -63,7 +67,7 @@ class RankOne(Config):
     """Fields of all kernels' Configs: N and P, L rows a chunk. KEY_TERMS: terms of products between a chunk's rows.
 
     KIND and PRECISION: of products (`arithmetic`). AT_ONCE: one product for all rows of a chunk, else one a level of
-    LEVELS.
+    LEVELS. GROUP: rows that act at once, of a sum of corrections.
     """
 
     N: int
@@ -74,6 +78,7 @@ class RankOne(Config):
     KEY_TERMS: int
     KIND: Any
     PRECISION: str
+    GROUP: int
 
     @property
     def ROWS(self) -> Any:
@@ -146,8 +151,10 @@ def load_parted(high, low, local, keys, N: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_earlier(running, local, keys, N: tl.constexpr, BK: tl.constexpr):
-    """G_{i - 1} of every row of a chunk [L, BK], zero in front of the first."""
+def load_earlier(running, local, keys, N: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """G_{i - 1} of the first row of every row's group, in a chunk [L, BK], zero in front of the first."""
+    if GROUP > 1:
+        local = local // GROUP * GROUP
     at = running + (local[:, None] - 1) * N + keys[None, :]
     return tl.load(at, mask=(local[:, None] >= 1) & (keys[None, :] < N), other=0.0)
 
@@ -169,9 +176,11 @@ def factor(gap, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def meeting(local, level, distance, AT_ONCE: tl.constexpr):
-    """Where row i (down) reads row j ≤ i - distance in a block of 2^(level+1) rows [L, L]."""
+def meeting(local, level, distance, AT_ONCE: tl.constexpr, GROUP: tl.constexpr = 1):
+    """Where row i (down) reads row j ≤ i - distance in a block of 2^(level+1) rows [L, L]; distance: in groups."""
     apart = local[:, None] ^ local[None, :]
+    if GROUP > 1:
+        local = local // GROUP
     seen = local[:, None] - local[None, :] >= distance
     if AT_ONCE:
         return ((apart >> (level + 1)) == 0) & seen
@@ -236,7 +245,7 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
     for first in tl.range(0, C.N, C.BK, num_stages=1):
         keys = first + tl.arange(0, C.BK)
         total = load_chunk(running, local, keys, C.N, C.BK)
-        before = load_earlier(running, local, keys, C.N, C.BK)
+        before = load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
         last = tl.load(running + (C.L - 1) * C.N + keys, mask=keys < C.N, other=0.0)
         erases = load_rows(b.at, b.token, rows, end, keys, C.N, C.BK, tl.float32) * tl.exp2(before)
         out = tl.dot(inverse, erases.to(C.KIND), erases, input_precision=C.PRECISION)
@@ -265,6 +274,7 @@ def _scores(
     """x_i·(exp(G_{i - DISTANCE} - G_j) a_j), j ≤ i - DISTANCE, and the same with k [L, L]. DISTANCE 1 also makes G, and
     a where a printed function does, which it leaves in high and low.
     """
+    GROUP: tl.constexpr = C.GROUP if DISTANCE == 1 else 1  # a row's query reads all rows of its group up to it
     with_a = tl.zeros([C.L, C.L], tl.float32)
     with_k = tl.zeros([C.L, C.L], tl.float32)
     for first in tl.range(0, C.N, C.BK, num_stages=1):
@@ -277,11 +287,11 @@ def _scores(
             log = tl.maximum(log, LOG_TINY) * LOG2E
             own = tl.cumsum(log, axis=0)
             store_chunk(running, own, local, keys, C.N, C.BK)
-            if C.AT_ONCE and C.DECAY is None:
+            if C.AT_ONCE and C.DECAY is None and C.GROUP == 1:
                 at = own - log
             else:
                 tl.debug_barrier()  # G is read again, by other threads
-                at = load_earlier(running, local, keys, C.N, C.BK)
+                at = load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
             if C.DECAY is not None:  # or it would be made twice, where another layout is wanted
                 own = load_chunk(running, local, keys, C.N, C.BK)
         rows_x = load_rows(x.at, x.token, rows, end, keys, C.N, C.BK, C.KIND)
@@ -306,12 +316,12 @@ def _scores(
                 middle = middle_of(running, local, keys, level, C.N, C.BK)
                 read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([C.L, C.L], tl.float32)
-                meet = meeting(local, level, 1, False)
+                meet = meeting(local, level, 1, False, GROUP)
                 of_a, of_k = _products(none, none, rows_x, read, rows_a, rows_k, source, C.ROWS, C.PRECISION)
                 with_a += tl.where(meet, of_a, 0.0)
                 with_k += tl.where(meet, of_k, 0.0)
     if C.AT_ONCE:
-        seen = meeting(local, C.LEVELS - 1, DISTANCE, True)
+        seen = meeting(local, C.LEVELS - 1, DISTANCE, True, GROUP)
         with_a, with_k = tl.where(seen, with_a, 0.0), tl.where(seen, with_k, 0.0)
     return with_a, with_k
 

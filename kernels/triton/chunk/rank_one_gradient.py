@@ -10,7 +10,7 @@ S_0, u and v by dy and f; writes a and k multiply dS_L, dy and f by u and v: one
 Log decays: every product of rows decays by exp(G_i - G_j). So a decay's gradient adds the products whose reading row is
 after it (or at it, for q) and subtracts those whose writing row is. Both use the same rounded factors, so that products
 that occur in both cancel. Products that no decay touches (q with its own row, b with the row before) are left out of
-both.
+both. Rows of a group (GROUP > 1) are all read before the decay of its first one, which alone has a gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dsf.kernels.triton.chunk.rank_one import (
     rows_of,
 )
 from dsf.kernels.triton.chunk.states import load_state, place_of_state
-from dsf.kernels.triton.chunk.tiles import load_rows, product, split, store_rows, turn
+from dsf.kernels.triton.chunk.tiles import is_later, load_rows, product, split, store_rows, turn
 from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import of_head
 
@@ -178,7 +178,8 @@ def rank_one_entries(kept, between, v, dy, to, table, sizes, C: tl.constexpr):
     if to.own is not None:
         tl.store(to.own + lane * tokens + rows, tl.sum(tl.where(down == across, qk, 0.0), axis=1), mask=rows < end)
     qa, qk = tl.where(down >= across, qa, 0.0), tl.where(down >= across, qk, 0.0)
-    ba, bk = tl.where(down > across, ba, 0.0), tl.where(down > across, bk, 0.0)
+    earlier = is_later(down, across, C.GROUP)
+    ba, bk = tl.where(earlier, ba, 0.0), tl.where(earlier, bk, 0.0)
     weights = between.weights + at * 4 * C.L
     store_half(weights, wide, scales, rows, end, local, local, C.L, C.L, qa)
     store_half(weights + C.L, wide, scales + plane, rows, end, local, local, C.L, C.L, qk)
@@ -242,7 +243,11 @@ def rank_one_gradient(q, b, a, k, v, dy, kept, between, to, extra, given, table,
         between.adjoint_entries + at * C.P, row, of_f, states, b, None, a, C.LEFT, k,
         to.db + at * C.N if C.PULL is None else None, around, last, 1, True, C,
     )  # fmt: skip
-    log = tl.cumsum(log + of_b, axis=0, reverse=True) - of_b + carried[None, :]
+    not_yet = of_b
+    if C.GROUP > 1:
+        sums = tl.sum(tl.reshape(of_b, [C.L // C.GROUP, C.GROUP, C.BK]), axis=1, keep_dims=True)
+        not_yet = tl.reshape(tl.broadcast_to(sums, [C.L // C.GROUP, C.GROUP, C.BK]), [C.L, C.BK])
+    log = tl.cumsum(log + of_b, axis=0, reverse=True) - not_yet + carried[None, :]
     if C.PULL is None:
         store_rows(to.dg + at * C.N, narrow, rows, end, keys, C.N, C.BK, log)
     else:
@@ -295,7 +300,7 @@ def _of_a_vector(
     rows_1 = rows_of(first, FIRST, of_left, rows, end, keys, C.N, C.BK, C.KIND)
     rows_2 = load_rows(second.at, second.token, rows, end, keys, C.N, C.BK, C.KIND)
     own = load_chunk(running, local, keys, C.N, C.BK)
-    before = own if READS and turn == 0 else load_earlier(running, local, keys, C.N, C.BK)
+    before = own if READS and turn == 0 else load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
     carried = tl.zeros([C.BK], tl.float32)
     nothing = 0.0 * own
     if C.AT_ONCE:
@@ -317,7 +322,7 @@ def _of_a_vector(
             of_rows = grad * rows_x.to(tl.float32)
         else:  # carried to the chunk's end: it belongs to the decays after its row, all less those up to it
             grad *= tl.exp2(last[None, :] - own)
-            of_rows = tl.where((local < C.L - 1)[:, None], grad * rows_x.to(tl.float32), 0.0)
+            of_rows = tl.where((local < C.L - C.GROUP)[:, None], grad * rows_x.to(tl.float32), 0.0)
             carried = tl.sum(of_rows, axis=0)
         for level in tl.range(0, C.LEVELS, num_stages=1):
             middle = middle_of(running, local, keys, level, C.N, C.BK)
@@ -326,7 +331,8 @@ def _of_a_vector(
                 here, there, beside = factor(before - middle, False), source, source
             else:
                 here, there, beside = source, factor(own - middle, False), factor(before - middle, False)
-            meet_one, meet_two = meeting(local, level, to_one + 1, False), meeting(local, level, to_two + 1, False)
+            meet_one = meeting(local, level, to_one + 1, False, C.GROUP)
+            meet_two = meeting(local, level, to_two + 1, False, C.GROUP)
             if not READS:
                 meet_one, meet_two = tl.trans(meet_one), tl.trans(meet_two)
             met = _meet(
@@ -335,14 +341,22 @@ def _of_a_vector(
             )  # fmt: skip
             grad += met * here
             of_rows += met * rounded(rows_x.to(tl.float32) * here, C.ROWS, C.PRECISION).to(tl.float32)
-        # what no decay touches: the row's own, or the neighbour's that b reads
-        gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
-        near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
-        beside = _neighbours(rows_1, first, FIRST, of_left, rows, end, keys, turn, READS, 0, C.N, C.BK)
-        grad += near[:, None] * beside
-        near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
-        beside = _neighbours(rows_2, second, None, of_left, rows, end, keys, turn, READS, 1, C.N, C.BK)
-        grad += near[:, None] * beside
+        # what no decay touches: the row's own (its group's), or the neighbour's that b reads
+        if C.GROUP == 1:
+            gap = local[:, None] - local[None, :] if READS else local[None, :] - local[:, None]
+            near = tl.sum(tl.where(gap == to_one, with_one.to(tl.float32), 0.0), axis=1)
+            beside = _neighbours(rows_1, first, FIRST, of_left, rows, end, keys, turn, READS, 0, C.N, C.BK)
+            grad += near[:, None] * beside
+            near = tl.sum(tl.where(gap == to_two, with_two.to(tl.float32), 0.0), axis=1)
+            beside = _neighbours(rows_2, second, None, of_left, rows, end, keys, turn, READS, 1, C.N, C.BK)
+            grad += near[:, None] * beside
+        else:
+            group = local // C.GROUP
+            gap = group[:, None] - group[None, :] if READS else group[None, :] - group[:, None]
+            grad += _meet(
+                nothing, nothing, tl.where(gap == to_one, with_one, 0.0), tl.where(gap == to_two, with_two, 0.0),
+                rows_1, rows_2, 1.0, 1.0, C.PRECISION,
+            )  # fmt: skip
     if out is not None:
         store_rows(out, heads * C.N, rows, end, keys, C.N, C.BK, grad)
     return grad, of_rows, carried

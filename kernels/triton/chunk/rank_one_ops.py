@@ -5,7 +5,8 @@ S_t = (diag(w_t) + a_t b_tᵀ) S_{t-1} + k_t v_tᵀ,  y_t = q_tᵀ S_t + own_t v
 q, k, left a, right b [B, T, H', N] and v [B, T, H', P] have one dtype (left may be float32, where its digits are
 needed) and numbers of heads H' that divide H. decay: log w [B, T, H', N]; own [B, T, H] or None; states [B, H, N, P]
 float32. `made` has printed functions that compute left, decay or own in the kernels, with the pointers and strides that
-they read; those tensors are then not given. floor: the least that a log decay can be. The forward pass keeps the
+they read; those tensors are then not given. floor: the least that a log decay can be. group: rows of one micro-step,
+several for a sum of corrections. The forward pass keeps the
 chunks' first states and what it computed of their rows for the backward pass.
 """
 
@@ -42,7 +43,7 @@ SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to mee
 class _Call:
     """Sizes, tiles and strides of one call."""
 
-    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, packed: Sequences | None) -> None:
+    def __init__(self, q: Tensor, v: Tensor, heads: int, floor: float, group: int, packed: Sequences | None) -> None:
         self.q, self.v, self.heads = q, v, heads
         self.batch, self.tokens, _, n = q.shape
         self.n, self.p = int(n), int(v.shape[-1])
@@ -60,10 +61,10 @@ class _Call:
         self.terms = terms(self.tiles.precision, q.dtype, "rank_one", True, False)
         self.finer = self.terms.state_dtype  # of what halves.py keeps, too
         self.levels = self.chunk.bit_length() - 1
-        self.at_once = -floor * self.chunk <= SPAN
+        self.at_once = -floor * self.chunk <= SPAN * group  # one row of a group has a decay
         kind, precision = arithmetic(q.dtype, True)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
-        self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision
+        self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision, group
         self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -128,11 +129,11 @@ class _Call:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
-    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, wide: bool, keep: bool,
-    packed: Sequences | None = None,
+    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, group: int, wide: bool,
+    keep: bool, packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
-    call = _Call(q, v, heads, floor, packed)
+    call = _Call(q, v, heads, floor, group, packed)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
     final, kept = call.end(), call.kept(keep)
     _make_chunks(call, kept, (q, right, left, k, decay), own, made)
@@ -158,21 +159,21 @@ def _make_chunks(
 
 def shard(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
-    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, moves: bool,
+    made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, group: int, moves: bool,
     packed: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """S_T [B, H, N, P] and, with `moves`, the transition of all T tokens [B, H, N, N], else an empty tensor.
 
     The transition is what the walk makes of I where no values are written. packed: None.
     """
-    call = _Call(q, v, heads, floor, packed)
+    call = _Call(q, v, heads, floor, group, packed)
     final, kept = call.end(), call.kept(False)
     _make_chunks(call, kept, (q, right, left, k, decay), own, made)
     call.walk(kept, v, state, None, None, final, False)
     if not moves:
         return final, call.empty(0, dtype=torch.float32)
     nothing = v.new_zeros(call.n).expand(call.batch, call.tokens, heads, call.n)
-    square = _Call(q, nothing, heads, floor, packed)
+    square = _Call(q, nothing, heads, floor, group, packed)
     eye = v.new_zeros(call.batch, heads, call.n, call.n, dtype=torch.float32)
     eye.diagonal(dim1=2, dim2=3).fill_(1.0)
     move = square.end()
@@ -182,10 +183,10 @@ def shard(
 
 def shard_adjoint(
     dy: Tensor, final_gradient: Tensor | None, saved: Sequence[Tensor], *, q: Tensor, v: Tensor, heads: int,
-    floor: float, packed: Sequences | None = None, **_: Any,
+    floor: float, group: int, packed: Sequences | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """The gradient of S_0, and of nothing else. saved: what `forward` kept."""
-    call, kept = _Call(q, v, heads, floor, packed), Kept(*saved)
+    call, kept = _Call(q, v, heads, floor, group, packed), Kept(*saved)
     first, start = call.end(), None if final_gradient is None else final_gradient.contiguous()
     call.walk(kept, dy.contiguous(), start, None, None, first, True)
     return first
@@ -194,7 +195,7 @@ def shard_adjoint(
 def backward(
     dy: Tensor, final_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None,
     left: Tensor | None, right: Tensor, own: Tensor | None, made: Mapping[str, Function | None], state: Tensor | None,
-    heads: int, floor: float, saved: list[Tensor], packed: Sequences | None = None,
+    heads: int, floor: float, group: int, saved: list[Tensor], packed: Sequences | None = None,
     pull: Function | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients by operand [B, T, H, ·], not summed over shared heads, that of the decay in float32; and that of S_0.
@@ -202,7 +203,7 @@ def backward(
     pull: a printed function, with its pointers and strides. It takes the gradients of left, right and decay, which are
     then not returned, and stores what they give to the inputs behind them.
     """
-    call, kept, dy = _Call(q, v, heads, floor, packed), Kept(*saved), dy.contiguous()
+    call, kept, dy = _Call(q, v, heads, floor, group, packed), Kept(*saved), dy.contiguous()
     lead = (call.batch, call.tokens, heads)
     found = {name: call.empty(*lead, call.n, dtype=q.dtype) for name in ("query", "key")}
     if pull is None:  # rounded once they meet

@@ -51,7 +51,7 @@ def _run(
     arguments = call.chunk_arguments(start)
     if known.floor is not None:
         final, move = rank_one_ops.shard(**arguments, moves=moves)
-        return final, move, []
+        return final[..., : call.p + known.ones].contiguous(), move, []
     normal: Normaliser | None = arguments["normal"]
     ends, move, held = _written(arguments, moves)
     if normal is not None:
@@ -69,7 +69,7 @@ def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) 
     a = arguments
     call = matrix._Call(
         a["q"], a["k"], a["v"], a["decay"], a["source"], a["erase"], a["read"], a["heads"], a["log"], a["normal"],
-        kept=kept, positive=a["positive"], back=back,
+        kept=kept, traits=a["traits"], back=back,
     )  # fmt: skip
     return call, a["normal"]
 

@@ -47,7 +47,8 @@ class Chunked(Config):
 
     DECAY 0: none, or with KEYWISE one for every key; 1: logarithms; 2: decays of any sign. DELTA: the delta rule.
     SCALED: written rows have a write strength s (2: a positive one, which goes into exponents). READ_SCALED: rows that
-    are read have a read scale c. KIND and PRECISION: of matrix products (`arithmetic`).
+    are read have a read scale c. KIND and PRECISION: of matrix products (`arithmetic`). GROUP: rows that act at once,
+    of a sum of corrections (`is_later`).
     """
 
     N: int
@@ -61,6 +62,7 @@ class Chunked(Config):
     READ_SCALED: int
     KIND: Any
     PRECISION: str
+    GROUP: int
 
     @property
     def FINE(self) -> Any:
@@ -77,6 +79,18 @@ def arithmetic(dtype: torch.dtype, cancels: bool) -> tuple[Any, str]:
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
     return tl.float32, "tf32" if dtype == torch.float16 and not cancels else "ieee"
+
+
+@triton.jit
+def is_later(row, other, GROUP: tl.constexpr):
+    """Where what `other` writes changes what `row` erases or reads by its correction: `row` comes after it.
+
+    GROUP > 1: A of a token sums the corrections of that many rows, a power of two, and the first of them has its decay.
+    None of these rows reads what another one of them writes.
+    """
+    if GROUP > 1:
+        return row // GROUP > other // GROUP
+    return row > other
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import ERASE, READ, Chunked, between, load_rows, product, split
+from dsf.kernels.triton.chunk.tiles import ERASE, READ, Chunked, between, is_later, load_rows, product, split
 from dsf.kernels.triton.chunk.triangle import store_lower
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
@@ -50,7 +50,7 @@ def delta_transform(q, k, scalars, system_of, solve, scores_of, table, sizes, C:
         system_of += (batch * sizes.tokens * sizes.heads + head) * C.L
         system = load_rows(system_of, sizes.heads * C.L, rows, end, local, C.L, C.L, tl.float32)
     else:
-        strict = local[:, None] > local[None, :]
+        strict = is_later(local[:, None], local[None, :], C.GROUP)
         rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BN, C.KIND)
         system = tl.dot(rows_k, tl.trans(rows_k), input_precision=C.PRECISION)
         if C.DECAY:

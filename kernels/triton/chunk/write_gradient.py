@@ -16,6 +16,7 @@ from dsf.kernels.triton.chunk.tiles import (
     ERASE,
     READ,
     SOURCE,
+    is_later,
     load_rows,
     prefix_of,
     product,
@@ -126,7 +127,7 @@ def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
     scalars, rows, local = known.scalars, here.rows, here.local
     db = to.db + place.scalars
     fx = product(f, turn(x.written), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
-    fx = weigh(fx, scalars, sizes.plane, rows, local[:, None] > local[None, :], False, C)
+    fx = weigh(fx, scalars, sizes.plane, rows, is_later(local[:, None], local[None, :], C.GROUP), False, C)
     d, reads = times_state(f, state, C.STATE_TERMS, C.PRECISION), rows
     if C.DECAY:
         d *= prefix_of(scalars, rows)[:, None]
@@ -140,7 +141,11 @@ def _of_erased(f, x, state, known, to, place, here, sizes, C: tl.constexpr):
 def _of_erasing(written, f, known, here, sizes, C: tl.constexpr):
     """The weights -b_i M_it (f_i·x_t) of later rows' erasures [t, i], zero unless i > t."""
     xf = product(written, turn(f), C.STATE_TERMS, C.STATE_TERMS, C.PRECISION)
-    xf = weigh(xf, known.scalars, sizes.plane, here.rows, here.local[:, None] < here.local[None, :], True, C)
+    if C.GROUP > 1:
+        earlier = is_later(here.local[None, :], here.local[:, None], C.GROUP)
+    else:
+        earlier = here.local[:, None] < here.local[None, :]
+    xf = weigh(xf, known.scalars, sizes.plane, here.rows, earlier, True, C)
     return xf * -tl.load(known.scalars + ERASE * sizes.plane + here.rows)[None, :]
 
 

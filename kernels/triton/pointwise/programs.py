@@ -87,12 +87,13 @@ class Program:
     """What the operator knows of a spec.
 
     roles: of the operands, by name; made: those that the prologue computes; direct: {input: operand with the same
-    gradient}; micro: micro-steps a token; before: y reads the state before the update; log: decays are logarithms;
-    keywise: one for each key entry; ones: there is a normaliser, column: as a column of the values; gated: C has a
-    factor of single channels; quotient: y is the read times a factor of the denominator; skip: the Param of a skip
-    whose gradient the chunk kernels compute; stabilised: there is a running maximum; floor: log decays are between it
-    and -floor (transitions that are diagonal plus rank one, else None); vectors: inputs of left, right and decay whose
-    gradients the chunk kernels compute; accesses: the tensors of each printed function.
+    gradient}; micro: rows a token, of all its micro-steps; before: y reads the state before the update; log: decays
+    are logarithms; keywise: one for each key entry; ones: there is a normaliser, column: as a column of the values;
+    gated: C has a factor of single channels; quotient: y is the read times a factor of the denominator; skip: the Param
+    of a skip whose gradient the chunk kernels compute; stabilised: there is a running maximum; floor: log decays are
+    between it and -floor (transitions that are diagonal plus rank one, else None); vectors: inputs of left, right and
+    decay whose gradients the chunk kernels compute; accesses: the tensors of each printed function; group: rows of one
+    micro-step, several where it sums corrections.
     """
 
     inputs: tuple[Access, ...]
@@ -112,6 +113,7 @@ class Program:
     floor: float | None
     vectors: tuple[str, ...]
     accesses: Mapping[str, tuple[Access, ...]]
+    group: int = 1
     functions: Any = field(default=None, compare=False)
 
 
