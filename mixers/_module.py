@@ -16,7 +16,7 @@ from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
 from dsf.mixers._shift import TokenShift
 from dsf.mixers._sizes import Divided, check_input
-from dsf.mixers._states import put
+from dsf.mixers._states import is_cache, put
 
 if TYPE_CHECKING:
     from dsf.parallel import World
@@ -233,7 +233,7 @@ class Mixer(Owner, Divided):
         """Decode one token. x: [B, d_model] -> (y [B, d_model], state).
 
         in_place: the new state takes the memory of `state`, where a CUDA graph finds it, and nothing is copied; what
-        `state` held is lost. Nothing may need a gradient. A cache of keys and values has its own memory in any case.
+        `state` held is lost. Nothing may need a gradient. A cache of keys and values moves where it has no room.
         Raises InputError for reverse=True, and for in_place=True where gradients are wanted.
         """
         if tokens.pop("reverse", False):
@@ -250,7 +250,7 @@ class Mixer(Owner, Divided):
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
         }
         held = state.recurrent
-        over = in_place and isinstance(held, Tensor) and held.is_contiguous()
+        over = in_place and (is_cache(held) or (isinstance(held, Tensor) and held.is_contiguous()))
         y, after = self.recurrence.step(held, **inputs, in_place=over)
         state = state._replace(recurrent=after)
         if in_place and before is not None:
