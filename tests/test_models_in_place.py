@@ -2,19 +2,38 @@
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsf
 from dsf import mixers
+from dsf.call import decode
+from dsf.mixers.models import sampling
 from dsf.mixers.models.states import tensors_of
 from dsf.models import CausalLM, ModelConfig
 
-KINDS = ["gated_deltanet", "ssd", "rwkv7", "mlstm", "retnet", "mamba3", "rg_lru", "softmax_attention"]
+KINDS = ["gated_deltanet", "ssd", "rwkv7", "mlstm", "retnet", "mamba3", "rg_lru"]
+SHARED = {"softmax_attention": {"n_kv_heads": 2}, "fox": {"n_kv_heads": 1}}
+HYBRIDS = [["softmax_attention"], ["gated_deltanet", "fox", "softmax_attention"], ["sliding", "alibi", "ssd", "sunk"]]
+hybrids = pytest.mark.parametrize("layers", HYBRIDS, ids="+".join)
 
 
 @torch.no_grad()
-def model_of(layers):
+def model_of(layers, **fields):
     torch.manual_seed(0)
-    return CausalLM(ModelConfig(vocab_size=31, d_model=32, n_layers=len(layers), n_heads=2, mixers=layers)).eval()
+    config = {"vocab_size": 31, "d_model": 32, "n_layers": len(layers), "n_heads": 2, "mixers": layers}
+    return CausalLM(ModelConfig(**config | fields)).eval()
+
+
+def hybrid(layers):
+    """A model in float64 with layers of attention, some of which the configuration has no name for."""
+    own = {"sliding": {"window": 70}, "alibi": {"alibi": True}, "sunk": {"window": 5, "sink": "learnt"}}
+    named = ["softmax_attention" if x in own else x for x in layers]
+    model = model_of(named, n_heads=4, mixer_options={x: SHARED[x] for x in named if x in SHARED})
+    for block, x in zip(model.model.layers, layers, strict=True):
+        if x in own:
+            block.mixer = mixers.SoftmaxAttention(32, 4, n_kv_heads=2, **own[x])
+    return model.double()
 
 
 def places(state):
@@ -33,8 +52,7 @@ def test_steps_in_place_are_steps(kind):
         plain, own = expected.state, found.state
         for one, other in zip(plain.layers, own.layers, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(tensors_of(one), tensors_of(other), strict=True))
-    if kind != "softmax_attention":  # its keys and values lie in a cache that grows
-        assert places(own) == first
+    assert places(own) == first
     assert all(torch.equal(x, y) for x, y in zip(held, tensors_of(own.layers[1]), strict=True))
 
 
@@ -49,6 +67,88 @@ def test_generating_overwrites_no_state_of_the_caller():
         slow = torch.cat([slow, model(slow).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated, slow)
     assert all(torch.equal(x, y) for x, y in zip(kept, [x for s in before.layers for x in tensors_of(s)], strict=True))
+
+
+@torch.no_grad()
+@hybrids
+def test_attention_s_steps_in_place_are_the_whole_and_stay_where_they_are(layers):
+    model, ids = hybrid(layers), torch.randint(0, 31, (3, 81))
+    whole, state = model(ids).logits, model.reserve(model(ids[:, :61]).state, 81)
+    first = places(state)
+    for t in range(61, 81):
+        out = model.step(ids[:, t], state, in_place=True)
+        torch.testing.assert_close(out.logits, whole[:, t], rtol=0, atol=1e-10)
+        assert places(out.state) == first == places(state)
+    later = model(ids[:, :7], state=state)  # a call goes on from there, and the state is still there
+    expected = model(torch.cat([ids, ids[:, :7]], 1)).logits[:, 81:]
+    torch.testing.assert_close(later.logits, expected, rtol=0, atol=1e-10)
+    again = model.step(ids[:, 0], state, in_place=True)
+    torch.testing.assert_close(again.logits, expected[:, 0], rtol=0, atol=1e-10)
+    rows = torch.tensor([2, 2, 0])  # beams
+    found = model.step(ids[rows, 1], again.state.select(rows), in_place=True)
+    torch.testing.assert_close(found.logits, expected[rows, 1], rtol=0, atol=1e-10)
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph keeps of a step: its operations on its tensors, with the numbers that the host gave them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.kept.append((function, args, kwargs or {}, found))
+        return found
+
+    def replay(self):
+        for function, args, kwargs, found in self.kept:
+            own = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+            again = function(*args, **kwargs)
+            for x, y in zip(pytree.tree_leaves(found), pytree.tree_leaves(again), strict=True):
+                if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in own:
+                    x.copy_(y)
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """Graphs of steps on a CPU: tapes."""
+    made = []
+
+    def captured(step, device):
+        step(), step()
+        with Tape() as tape, monkeypatch.context() as capturing:
+            capturing.setattr(decode, "is_captured", lambda device: True)
+            made.append(tape)
+            found = step()
+        return tape.replay, found
+
+    monkeypatch.setattr(sampling, "captured", captured)
+    return made
+
+
+@torch.no_grad()
+@hybrids
+def test_what_a_graph_of_attention_s_step_replays_is_the_step(layers, tapes, monkeypatch):
+    monkeypatch.setattr(sampling, "READ", 8)
+    model, ids = hybrid(layers), torch.randint(0, 31, (2, 57))
+    slow = model.generate(ids, 75)
+    assert torch.equal(model.generate(ids, 75, graph=True), slow)
+    assert len(tapes) == 2, "the first has memory for 128 of 131 tokens"
+
+
+@torch.no_grad()
+def test_a_full_memory_doubles_and_a_graph_is_captured_anew(tapes):
+    model, ids = hybrid(["softmax_attention", "gated_deltanet"]), torch.randint(0, 31, (2, 150))
+    whole, state = model(ids).logits, model(ids[:, :50]).state
+    step, sizes = sampling.CapturedStep(model, ids[:, 50:51], state, 64), []
+    for t in range(50, 150):
+        found = step(ids[:, t : t + 1])
+        torch.testing.assert_close(found, whole[:, t], rtol=0, atol=1e-10)
+        sizes.append(step.state.layers[0].recurrent.k.shape[2])
+    assert sizes == [64] * 14 + [128] * 64 + [256] * 22 and len(tapes) == 3
+    state = step.state.layers[0].recurrent
+    assert state.filled.most == 150 and state.lengths.tolist() == [150, 150]
 
 
 def test_a_graph_is_for_a_gpu():

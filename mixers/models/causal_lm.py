@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._states import reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_for, takes
@@ -251,14 +252,22 @@ class CausalLM(nn.Module):
         """One more token of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state.
 
         in_place: the new state takes the memory of `state`, which then holds nothing older: no copy of the states, and
-        addresses that a CUDA graph can read. Caches of keys and values have their own memory in any case. Without a
-        state there is nothing to overwrite. Raises InputError for ids of another shape.
+        addresses that a CUDA graph can read. Attention's keys and values move to memory of twice the size where theirs
+        is full, and in the first such step, unless `reserve` made room. Without a state there is nothing to overwrite.
+        Raises InputError for ids of another shape.
         """
         if ids.dim() != 1:
             raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
         found = self(ids.unsqueeze(1), state=state, in_place=in_place and state is not None)
         assert found.logits is not None  # without labels
         return CausalOutput(found.logits[:, 0], None, found.state)
+
+    def reserve(self, state: ModelState, tokens: int) -> ModelState:
+        """The state with attention's keys and values in memory for `tokens` of a sequence in all, where steps with
+        in_place=True leave them; other states are the same. Raises InputError for a state of another model."""
+        check_state(state, len(self.model.layers), None)
+        pairs = zip(self.model._blocks(), state.layers, strict=True)
+        return ModelState(tuple(reserved(block.mixer, s, tokens) for block, s in pairs))
 
     def generate(
         self,
