@@ -205,7 +205,9 @@ def is_appended(cache: KVCache) -> bool:
 def write_behind(whole: Tensor, fresh: Tensor, cache: KVCache) -> Tensor:
     """Write T new tokens of every row behind those that the cache holds. whole: [B, ·, S + T, ·], or without the last
     axis as biases are; fresh: the same of T places."""
-    place = cache.lengths.clamp(max=cache.k.shape[2])[:, None] + torch.arange(fresh.shape[2], device=fresh.device)
+    place = cache.lengths.clamp(max=cache.k.shape[2])[:, None]
+    if fresh.shape[2] > 1:
+        place = place + torch.arange(fresh.shape[2], device=fresh.device)
     place = place[:, None] if fresh.dim() == 3 else place[:, None, :, None]
     return whole.scatter_(2, place.expand(fresh.shape), fresh)
 
@@ -215,7 +217,9 @@ def visible(cache: KVCache | None, tokens: int, device: torch.device) -> Tensor 
     if cache is None:
         return None
     places = torch.arange(cache.k.shape[2] + tokens, device=device)
-    last = cache.lengths[:, None] + torch.arange(tokens, device=device)[None]
+    last = cache.lengths[:, None]
+    if tokens > 1:
+        last = last + torch.arange(tokens, device=device)
     return (places[None, None] <= last[..., None])[:, None]
 
 

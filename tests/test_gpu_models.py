@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-import dsf
+from dsf.mixers import SoftmaxAttention
+from dsf.mixers.models import sampling
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, linear_cross_entropy
 from dsf.mixers.models.states import tensors_of
 from dsf.models import CausalLM, ModelConfig
@@ -100,6 +101,36 @@ def test_generating_by_a_graph_is_generating(batch):
     drawn = [torch.Generator("cuda").manual_seed(1) for _ in range(2)]
     one = model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[0], graph=True)
     assert torch.equal(one, model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[1]))
-    attention = CausalLM(ModelConfig(vocab_size=97, d_model=64, n_layers=1, n_heads=2, mixers=["softmax_attention"]))
-    with pytest.raises(dsf.InputError, match="grow with every token"):
-        attention.cuda().generate(ids, 3, graph=True)
+
+
+ATTENTION = [["softmax_attention"], ["gated_deltanet", "softmax_attention"], ["fox"], ["alibi"], ["sliding"], ["sink"]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixers", ATTENTION, ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_captured_and_captured_anew_where_its_memory_doubles(mixers, dtype):
+    torch.manual_seed(0)
+    own = {"alibi": {"alibi": True}, "sliding": {"window": 70}, "sink": {"sink": "learnt", "window": 7}}
+    named = ["softmax_attention" if x in own else x for x in mixers]
+    options = {x: {"n_kv_heads": 2} for x in named if x != "gated_deltanet"}
+    config = {"vocab_size": 97, "d_model": 128, "n_layers": len(mixers), "n_heads": 4, "mixer_options": options}
+    model = CausalLM(ModelConfig(**config, mixers=named))
+    for block, x in zip(model.model.layers, mixers, strict=True):
+        if x in own:
+            block.mixer = SoftmaxAttention(128, 4, n_kv_heads=2, **own[x])
+    model, ids = model.cuda().eval(), torch.randint(0, 97, (3, 150), device="cuda")
+    exact = model.to(dtype).double()(ids).logits
+    model.to(dtype)
+    for steps in ("graph", "eager"):
+        state = model(ids[:, :50]).state
+        step = sampling.CapturedStep(model, ids[:, 50:51], state, 64) if steps == "graph" else None
+        for t in range(50, 150):
+            if step is not None:
+                found = step(ids[:, t : t + 1])
+            else:
+                out = model.step(ids[:, t], state, in_place=True)
+                found, state = out.logits, out.state
+            error = (found.double() - exact[:, t]).norm(dim=-1) / exact[:, t].norm(dim=-1)
+            assert error.max() < (1e-4 if dtype == torch.float32 else 5e-2), (steps, t)
+    assert model.generate(ids, 80, graph=True).shape == (3, 230)

@@ -234,7 +234,7 @@ def test_rotary_scores_depend_on_distances_alone():
     layer = RotaryAttention(32, n_heads=2)
     x = torch.randn(1, 9, 32)
     plain = layer.inputs(x)
-    far = layer.inputs(x, cos=torch.ones(1, 9, 8), sin=torch.zeros(1, 9, 8))
+    far = layer.inputs(x, cos=torch.ones(1, 9, 16), sin=torch.zeros(1, 9, 16))
     assert not torch.allclose(plain["q"], far["q"]) and torch.allclose(plain["v"], far["v"])
     scores = torch.einsum("bthn,bshn->bhts", plain["q"], plain["k"])
     same = layer.inputs(x[:, :1].expand(-1, 9, -1))

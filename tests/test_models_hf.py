@@ -178,6 +178,17 @@ def test_a_static_cache_stays_where_it_is():
         assert torch.allclose(last[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-9)
 
 
+def test_generate_decodes_in_the_memory_of_its_own_cache():
+    model, (ids, mask) = tiny(["ssd", "softmax_attention"], tie_embeddings=False), left_padded(prompt())
+    found = generated(model, ids, attention_mask=mask, return_dict_in_generate=True)
+    cache = getattr(found, hf.CACHE)
+    state = cache.layers[1].state.recurrent
+    assert state.filled is not None and state.lengths.tolist() == [9 + 5, 12 + 5]
+    with torch.no_grad():  # and goes on from there
+        last = model(found.sequences[:, -1:], past_key_values=cache).logits[0, 0]
+        assert torch.allclose(last, model(found.sequences[:1, 3:]).logits[0, -1], rtol=0, atol=1e-9)
+
+
 def test_a_static_cache_leaves_a_window_s_keys_in_their_memory():
     model, ids = tiny(["softmax_attention"]), prompt(tokens=40)
     for block in model.model.layers:

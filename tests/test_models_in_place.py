@@ -127,6 +127,27 @@ def tapes(monkeypatch):
     return made
 
 
+def launches(call):
+    """The operators of a call that compute, without views."""
+    with Tape() as tape:
+        call()
+    return [str(f) for f, *_ in tape.kept if not f.is_view and f is not torch.ops.aten._unsafe_view.default]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, most", [("softmax_attention", 13), ("sliding", 10)])
+def test_a_layer_of_attention_takes_few_operators_a_token(kind, most):
+    layer, x = hybrid([kind]).model.layers[0].mixer, torch.randn(2, 90, 32, dtype=torch.float64)
+    state = layer(x)[1]
+    options = {}
+    for _ in range(2):
+        if hasattr(layer, "turns"):  # once for all layers of a model
+            options = dict(zip(("cos", "sin"), (y[:, 0] for y in layer.turns(x[:, :1], state)), strict=True))
+        state = layer.step(x[:, 0], state, in_place=True, **options)[1]
+    found = launches(lambda: layer.step(x[:, 0], state, in_place=True, **options))
+    assert len(found) <= most, found  # 4 products, 4 for positions, 3 writes, one read, the count
+
+
 @torch.no_grad()
 @hybrids
 def test_what_a_graph_of_attention_s_step_replays_is_the_step(layers, tapes, monkeypatch):

@@ -24,7 +24,7 @@ from dsf.language.expr import KEY, Expr, const, inputs_of
 from dsf.language.operator import split_scale
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
-from dsf.torch.evaluate import Evaluator
+from dsf.torch.evaluate import Evaluator, number_of
 from dsf.torch.lower import apply_rule
 from dsf.triton.attention import attend
 
@@ -363,8 +363,7 @@ def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tens
         found[0] = None
     scale = 1.0
     if found[0] is not None:
-        number = Evaluator({query: torch.zeros((), dtype=torch.float64)}, bound.sizes.keys, bound.sizes.p)(factor)
-        scale = float(number)
+        scale = number_of(factor, bound.sizes.keys, bound.sizes.p)
     if any(x is None for x in found):
         rest = operands(spec, bound, timed)
         found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, (rest.a, rest.k, rest.v), strict=True)]

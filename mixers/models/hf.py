@@ -358,12 +358,12 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, **after)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
-        """Use `DsfCache` for all mixers; `cache_implementation="static"` keeps the states' memory in place."""
+        """Use `DsfCache` for all mixers, whose steps overwrite the states."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static", "hybrid"):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = DsfCache(self.config, static=kind in ("static", "hybrid"))
+            model_kwargs[CACHE] = DsfCache(self.config, static=True)  # nobody else holds these states
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
