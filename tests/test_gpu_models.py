@@ -46,6 +46,53 @@ def test_the_norm_rounds_once_and_keeps_the_model_s_type():
     assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("width", [64, 192, 1024, 2560])
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_norm_that_adds_first_is_the_sum_and_its_norm(autocast, tokens, width):
+    torch.manual_seed(0)
+    norm = RMSNorm(width, 1e-6).cuda()
+    x, other, dx, dy = (torch.randn(3, tokens, width, device="cuda") for _ in range(4))
+    other, dy = other.bfloat16(), dy.bfloat16()
+    leaves = [x.requires_grad_(), other.requires_grad_()]
+    wide = [y.detach().double().requires_grad_() for y in leaves]
+
+    def outcome(given):
+        total, y = norm.added(*given)
+        loss = (total.double() * dx.double()).sum() + (y.double() * dy.double()).sum()
+        return [total, y, *torch.autograd.grad(loss, [*given, norm.weight])]
+
+    norm.double()
+    exact = outcome(wide)
+    norm.float()
+    assert norm.sums(*leaves)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        found = outcome(leaves)
+    assert found[0].dtype == torch.float32 and found[1].dtype == (torch.bfloat16 if autocast else torch.float32)
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
+    for i, (a, b) in enumerate(zip(found, exact, strict=True)):
+        error, size = (t.reshape(-1, t.shape[-1] if i < 4 else t.numel()).norm(dim=-1) for t in (a.double() - b, b))
+        rounded = a.dtype == torch.bfloat16 or (autocast and i >= 2)
+        assert (error / size).max() < (1e-2 if rounded else 1e-5), i
+
+
+def test_a_model_whose_norms_add_first_is_the_model(monkeypatch):
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=3, n_heads=2, mixers=["ssd", "softmax_attention", "s6"])
+    model, ids = CausalLM(config).cuda(), torch.randint(0, 97, (2, 70), device="cuda")
+
+    def outcome():
+        model.zero_grad()
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        return [out.logits.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+    found = outcome()
+    monkeypatch.setattr(RMSNorm, "sums", lambda self, *given: False)
+    for a, b in zip(found, outcome(), strict=True):
+        assert (a - b).norm() < 1e-4 * b.norm()
+
+
 def test_the_loss_in_pieces_is_the_loss_in_bfloat16():
     hidden, weight = torch.randn(2, 33, 64, device="cuda"), 0.1 * torch.randn(500, 64, device="cuda")
     targets = torch.randint(0, 500, (2, 33), device="cuda")

@@ -75,14 +75,20 @@ class Block(nn.Module):
         turn: Turn | None = None,
         keep: bool = True,
         in_place: bool = False,
-    ) -> tuple[Tensor, Any]:
+        late: Tensor | None = None,
+        open_ended: bool = False,
+    ) -> tuple[Any, Any]:
         """x: [B, T, d_model] -> (the same shape, the mixer's state or None).
 
-        turn: the rotation, if the mixer takes one. in_place: a decode step writes into the state's memory.
+        turn: the rotation, if the mixer takes one. in_place: a decode step writes into the state's memory. late: what
+        is still to be added to x, by the launch of its norm; open_ended: return (x, what is to be added to it) for the
+        next block, in place of x.
         """
-        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn, keep, in_place)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        x, y = (x, self.mixer_norm(x)) if late is None else self.mixer_norm.added(x, late)
+        mixed, state = self._mix(y, state, cu_seqlens, turn, keep, in_place)
+        x, y = self.mlp_norm.added(x, mixed)
+        late = self.mlp(y)
+        return ((x, late) if open_ended else x + late), state
 
     def _mix(
         self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool, in_place: bool
@@ -123,8 +129,10 @@ class Backbone(nn.Module):
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
-        after = []
-        for i, block in enumerate(self._blocks()):
+        after, late, blocks = [], None, list(self._blocks())
+        whole = any(b._forward_hooks or (self.training and b.gradient_checkpointing) for b in blocks)
+        open_ended = hidden is None and not whole and self.norm.sums(x)
+        for i, block in enumerate(blocks):
             before = None if state is None else state.layers[i]
             if hidden is not None:
                 hidden.append(x)
@@ -136,10 +144,12 @@ class Backbone(nn.Module):
                 turn = turns[kind] = turns.get(kind) or block.mixer.turns(x, before, cu_seqlens)
             if self.training and block.gradient_checkpointing:
                 x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep, in_place)
+            elif open_ended:
+                (x, late), new = block(x, before, cu_seqlens, turn, keep, in_place, late, True)
             else:
                 x, new = block(x, before, cu_seqlens, turn, keep, in_place)
             after.append(new)
-        x = self.norm(x)
+        x = self.norm(x) if late is None else self.norm.added(x, late)[1]
         if hidden is not None:
             hidden.append(x)
         return x, ModelState(tuple(after)) if keep else None
