@@ -33,9 +33,15 @@ def caches_of(state: Any) -> list[KVCache]:
 
 
 def reserved(mixer: Any, state: Any, tokens: int) -> Any:
-    """A mixer's state with room for so many tokens in all where it is a cache of keys and values, else itself."""
+    """A mixer's state as steps in place take it without copies: contiguous, a cache with room for so many tokens."""
+
+    def made(x: Any) -> Any:
+        if is_cache(x):
+            return decode.reserved(mixer.recurrence.spec, x, tokens) if x is cache else x
+        return x.contiguous() if isinstance(x, Tensor) else x
+
     cache = getattr(state, "recurrent", None)
-    return state._replace(recurrent=decode.reserved(mixer.recurrence.spec, cache, tokens)) if is_cache(cache) else state
+    return pytree.tree_map(made, state, is_leaf=is_cache)
 
 
 def most_of(state: Any) -> int:

@@ -1,5 +1,7 @@
 """The parts of models and their decode steps on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -148,6 +150,16 @@ def test_generating_by_a_graph_is_generating(batch):
     drawn = [torch.Generator("cuda").manual_seed(1) for _ in range(2)]
     one = model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[0], graph=True)
     assert torch.equal(one, model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[1]))
+
+
+def test_a_second_thread_generates_by_a_graph_of_its_own():
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=["ssd", "softmax_attention"])
+    model, ids = CausalLM(config).cuda().double().eval(), torch.randint(0, 97, (2, 9), device="cuda")
+    expected = model.generate(ids, 30)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(model.generate, ids, 30, graph=True).result(), expected)
+    assert torch.equal(model.generate(ids, 30, graph=True), expected)
 
 
 ATTENTION = [["softmax_attention"], ["gated_deltanet", "softmax_attention"], ["fox"], ["alibi"], ["sliding"], ["sink"]]

@@ -1,5 +1,9 @@
 """Decode steps that overwrite their states: the same numbers, in the same memory, and nothing that is still read."""
 
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -9,7 +13,7 @@ import dsf
 from dsf import mixers
 from dsf.call import decode
 from dsf.mixers.models import sampling
-from dsf.mixers.models.states import tensors_of
+from dsf.mixers.models.states import ModelState, mapped, tensors_of
 from dsf.models import CausalLM, ModelConfig
 
 KINDS = ["gated_deltanet", "ssd", "rwkv7", "mlstm", "retnet", "mamba3", "rg_lru"]
@@ -113,16 +117,18 @@ class Tape(TorchDispatchMode):
 @pytest.fixture
 def tapes(monkeypatch):
     """Graphs of steps on a CPU: tapes."""
-    made = []
+    made, thread = [], threading.local()
 
     def captured(step, device):
         step(), step()
-        with Tape() as tape, monkeypatch.context() as capturing:
-            capturing.setattr(decode, "is_captured", lambda device: True)
+        thread.captures = True
+        with Tape() as tape:
             made.append(tape)
             found = step()
+        thread.captures = False
         return tape.replay, found
 
+    monkeypatch.setattr(decode, "is_captured", lambda device: getattr(thread, "captures", False))
     monkeypatch.setattr(sampling, "captured", captured)
     return made
 
@@ -170,6 +176,66 @@ def test_a_full_memory_doubles_and_a_graph_is_captured_anew(tapes):
     assert sizes == [64] * 14 + [128] * 64 + [256] * 22 and len(tapes) == 3
     state = step.state.layers[0].recurrent
     assert state.filled.most == 150 and state.lengths.tolist() == [150, 150]
+
+
+@torch.no_grad()
+@hybrids
+def test_packed_prompts_go_on_in_place_each_for_itself(layers, tapes):
+    model, ids = hybrid(layers), torch.randint(0, 31, (1, 100))
+    bounds, new = [0, 3, 3, 90, 100], torch.randint(0, 31, (4, 8))  # the second prompt is empty
+    whole = [
+        model(torch.cat([ids[:, a:b], new[row : row + 1]], 1)).logits[0, b - a :]
+        for row, (a, b) in enumerate(itertools.pairwise(bounds))
+    ]
+    packed = model(ids, cu_seqlens=torch.tensor(bounds)).state
+    copied = ModelState(tuple(mapped(s, torch.clone) for s in packed.layers))
+    state, step = model.reserve(packed, 95), sampling.CapturedStep(model, new[:, :1], copied, 95)
+    for t in range(8):
+        out = model.step(new[:, t], state, in_place=True)
+        replayed = step(new[:, t : t + 1])
+        for row in range(4):
+            torch.testing.assert_close(out.logits[row], whole[row][t], rtol=0, atol=1e-10)
+            torch.testing.assert_close(replayed[row], whole[row][t], rtol=0, atol=1e-10)
+    kept = [x.clone() for layer in state.layers for x in tensors_of(layer)]
+    with pytest.raises(dsf.InputError, match="in_place=True is for a step"):  # one token each, but packed
+        model(new[:, :1].reshape(1, -1), state=state, cu_seqlens=torch.arange(5), in_place=True)
+    assert all(torch.equal(x, y) for x, y in zip(kept, [x for s in state.layers for x in tensors_of(s)], strict=True))
+
+
+@torch.no_grad()
+def test_threads_decode_one_model_each_its_own_sequences(tapes):
+    model = hybrid(["softmax_attention", "gated_deltanet", "sliding"])
+    prompts = [torch.randint(0, 31, (2, 9 + 20 * i)) for i in range(3)]
+    states = [model(ids).state for ids in prompts]
+    expected = [model.generate(ids, 60) for ids in prompts]
+    drawn = torch.randint(0, 31, (2, 30))
+    stepped = [model(torch.cat([ids, drawn], 1)).logits[:, ids.shape[1] :] for ids in prompts]
+
+    def decode_both(i):
+        with torch.no_grad():
+            state, steps = states[i], []
+            for t in range(30):
+                out = model.step(drawn[:, t], state, in_place=True)
+                state = out.state
+                steps.append(out.logits)
+            return model.generate(prompts[i], 60, graph=True), torch.stack(steps, 1)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(decode_both, range(3)))
+    for (tokens, logits), wanted, right in zip(found, expected, stepped, strict=True):
+        assert torch.equal(tokens, wanted)
+        torch.testing.assert_close(logits, right, rtol=0, atol=1e-10)
+    assert len(tapes) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_reserved_states_are_contiguous_and_stay(kind):
+    model, ids = model_of([kind]), torch.randint(0, 31, (3, 9))
+    state = model.reserve(model(ids[:, :8]).state, 20)
+    first = places(state)
+    assert all(x.is_contiguous() for x in tensors_of(state.layers[0]))
+    assert places(model.step(ids[:, 8], state, in_place=True).state) == first == places(model.reserve(state, 20))
 
 
 def test_a_graph_is_for_a_gpu():

@@ -274,7 +274,7 @@ class CausalLM(nn.Module):
 
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
         """The state with attention's keys and values in memory for `tokens` of a sequence in all, where steps with
-        in_place=True leave them; other states are the same. Raises InputError for a state of another model."""
+        in_place=True leave them; other states are contiguous. Raises InputError for a state of another model."""
         check_state(state, len(self.model.layers), None)
         pairs = zip(self.model._blocks(), state.layers, strict=True)
         return ModelState(tuple(reserved(block.mixer, s, tokens) for block, s in pairs))

@@ -43,7 +43,7 @@ def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on meanwhile
             found = step()
     return graph.replay, found
 
