@@ -11,6 +11,7 @@ from dsf import Packing, Recurrence
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
+from dsf.mixers._beside import lay
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
@@ -143,6 +144,7 @@ class Mixer(Owner, Divided):
         """Move to a device and cast to a dtype (rates stay float32); the last line of a constructor."""
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
+        lay(self.maps_beside())
 
     def own_more(self, d_model: int, bare: bool) -> None:
         """Add a subclass's own parameters; bases whose constructor subclasses inherit call it last."""

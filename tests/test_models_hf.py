@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 import dsf.models.hf as hf  # noqa: E402
 from dsf.mixers import SoftmaxAttention  # noqa: E402
+from dsf.mixers._beside import outputs  # noqa: E402
 from dsf.mixers.models.states import tensors_of  # noqa: E402
 
 MIXERS = [["gated_deltanet"], ["s6"], ["ssd", "softmax_attention"], ["rg_lru"]]
@@ -234,6 +235,8 @@ def test_saved_and_loaded_it_is_the_same_model(mixers, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is hf.DsfForCausalLM and not loaded.training
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+    with torch.no_grad():
+        assert all(outputs(torch.zeros(1, 1, 32), b.mlp.maps_beside()) is not None for b in loaded.model.layers)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     inner = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(inner(ids).last_hidden_state, model.model(ids).last_hidden_state)

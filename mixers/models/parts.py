@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dsf import Packing
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.mixers._beside import lay, outputs
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -100,6 +102,17 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(d_model, hidden, bias=False)
         self.up_proj = nn.Linear(d_model, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, d_model, bias=False)
+        lay(self.maps_beside())
+
+    def maps_beside(self) -> list[nn.Module]:
+        """The maps of x."""
+        return [self.gate_proj, self.up_proj]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """torch's `_apply`; the weights that a token passes at once stay beside each other."""
+        super()._apply(fn, recurse)
+        lay(self.maps_beside())
+        return self
 
     def cut(self, to: Cuts) -> None:
         """Declare a rank's part of the hidden channels (`dsf.parallel.HeadShard`)."""
@@ -109,7 +122,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        found = outputs(x, self.maps_beside())
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if found is None else found
         kernel = _kernel("swiglu", "LigerSiLUMulFunction", gate)
         if kernel is not None:
             return self.down_proj(kernel.apply(gate, up))
