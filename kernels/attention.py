@@ -94,7 +94,7 @@ def joined(caches: Sequence[KVCache]) -> KVCache:
     most = max(c.k.shape[2] for c in caches)
 
     def both(place: int) -> Tensor | None:
-        parts = [c[place] for c in caches]
+        parts = [c[:5][place] for c in caches]
         if any(x is None for x in parts):
             return None
         return torch.cat([x if place in (2, 4) else padded(x, most) for x in parts if x is not None])

@@ -23,7 +23,7 @@ class Heads(Mixer):
     Euclidean length of each section's heads, None for unnormalised. blur: of the convolution (`ShortConv`).
     """
 
-    beside = ("in_proj", "g_proj")
+    beside: tuple[str, ...] = ("in_proj", "g_proj")
     blur: float | None = None
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -98,12 +98,13 @@ class Owner(Sized):
         found = [getattr(self, name, None) for name in self.beside]
         return [x for x in found if x is not None]
 
-    def made(self, side: tuple[Tensor, ...], name: str) -> Tensor:
-        """The output of a map named in `beside`. side: its input x and, if one product made them all, the outputs of
-        all maps but the first."""
-        if len(side) == 1:
-            return getattr(self, name)(side[0])  # type: ignore[no-any-return]
-        return side[[id(x) for x in self.maps_beside()].index(id(getattr(self, name)))]
+    def made(self, side: Sequence[Tensor], name: str) -> Tensor:
+        """The output of a map. side: its input x and, if one product made them all, the outputs of the maps that are
+        named in `beside`, but for the first."""
+        called = getattr(self, name)
+        if len(side) == 1 or name not in self.beside:
+            return called(side[0])
+        return side[[id(x) for x in self.maps_beside()].index(id(called))]
 
 
 def fill(tensor: Tensor, start: Start) -> None:

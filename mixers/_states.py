@@ -34,13 +34,13 @@ def caches_of(state: Any) -> list[KVCache]:
 
 def reserved(mixer: Any, state: Any, tokens: int) -> Any:
     """A mixer's state as steps in place take it without copies: contiguous, a cache with room for so many tokens."""
+    own = id(getattr(state, "recurrent", None))
 
     def made(x: Any) -> Any:
-        if is_cache(x):
-            return decode.reserved(mixer.recurrence.spec, x, tokens) if x is cache else x
+        if isinstance(x, KVCache):
+            return decode.reserved(mixer.recurrence.spec, x, tokens) if id(x) == own else x
         return x.contiguous() if isinstance(x, Tensor) else x
 
-    cache = getattr(state, "recurrent", None)
     return pytree.tree_map(made, state, is_leaf=is_cache)
 
 

@@ -39,7 +39,7 @@ class DeltaNet(Mixer):
     """
 
     recurrence = deltanet
-    beside = ("qkv_proj", "b_proj")
+    beside: tuple[str, ...] = ("qkv_proj", "b_proj")
     blur: float | None = 0.3
     key_length: float | None = 1.0  # to which keys are brought
 

@@ -84,6 +84,27 @@ def test_weights_beside_each_other_are_trained_saved_and_loaded_like_any_other(k
     assert all(torch.equal(kept[name], value) for name, value in layer.state_dict().items())
 
 
+STEPPED = [e for e in mixers.ZOO if hasattr(e.module, "step")]
+
+
+@pytest.mark.parametrize("entry", STEPPED, ids=lambda e: e.name)
+def test_every_layer_s_token_is_that_of_weights_apart(entry):
+    torch.manual_seed(0)
+    layer, x = entry.module(d_model=32).double(), torch.randn(2, 4, 32, dtype=torch.float64)
+    y, products = stepped(layer, x)
+    other, apart = stepped(copy.deepcopy(layer), x)
+    torch.testing.assert_close(y, other, rtol=0, atol=1e-12)
+    maps = layer.maps_beside()
+    small = isinstance(layer, mixers.GatedDeltaNet)  # two small maps share a product in any case
+    assert apart - products == (len(maps) - 1 - small if outputs_of(layer) else 0)
+    assert outputs_of(layer) == (len(maps) > 1 and all(m.bias is None for m in maps))
+
+
+def outputs_of(layer):
+    with torch.no_grad():
+        return outputs(torch.zeros(1, 1, 32, dtype=torch.float64), layer.maps_beside()) is not None
+
+
 def test_maps_that_are_wrapped_hooked_or_replaced_are_called():
     layer, x = made("softmax_attention")
     expected, calls = stepped(layer, x)[0], []

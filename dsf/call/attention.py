@@ -39,8 +39,8 @@ def run_attention(
     if plan.form == "naive" and bound.compute != torch.float64:
         wide = replace(bound, compute=torch.float64)
         y, final = run_attention(spec, wide, bounds, cache, plan)
-        kept = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
-        return y.to(bound.compute), KVCache(*final[:3], *kept)
+        bias, angle = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
+        return y.to(bound.compute), final._replace(bias=bias, angle=angle)
     timed = timed_inputs(spec, bound)
     if bounds is None:
         return _run(spec, bound, timed, cache, None, plan)
