@@ -35,6 +35,7 @@ def fixed(cache: KVCache, places: int, window: int | None) -> KVCache:
         used = cache.in_use()[:, None]
         blank = k.new_zeros(()) if bias is None else bias
         bias = blank.masked_fill(~used, -float("inf"))
+        k, v = (x.masked_fill(~used.unsqueeze(-1), 0.0) for x in (k, v))  # a weight of 0 would keep a NaN there
         if k.shape[2] == window:
             k, v, bias = (_rolled(x, lengths, -1) for x in (k, v, bias))
     assert bias is not None

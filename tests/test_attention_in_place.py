@@ -135,6 +135,20 @@ def test_a_write_behind_the_memory_is_an_error_not_a_loss():
 
 
 @torch.no_grad()
+def test_padding_of_a_cache_is_never_read():
+    r = mixers.softmax_attention
+    x, new = drawn(r, 5), drawn(r, 2)
+    k, v = (x[n].transpose(1, 2).contiguous() for n in "kv")
+    k[0, :, 3:], v[0, :, 3:] = torch.nan, torch.nan
+    state = KVCache(k, v, torch.tensor([3, 5]))
+    for t in range(2):
+        y, state = r.step(state, **token(r, new, t), in_place=True)
+        for row, held in enumerate((3, 5)):
+            both = {n: torch.cat([x[n][row : row + 1, :held], new[n][row : row + 1, : t + 1]], 1) for n in x}
+            exact(y[row], r(**both, form="naive")[0, -1])
+
+
+@torch.no_grad()
 def test_copies_of_a_cache_go_on_each_for_itself():
     x = drawn(forgetting, 12)
     expected = forgetting(**x)
