@@ -148,6 +148,14 @@ def test_padding_of_a_cache_is_never_read():
             exact(y[row], r(**both, form="naive")[0, -1])
 
 
+def test_a_law_finds_steps_in_place_that_are_wrong(monkeypatch):
+    laws = {"laws": ("step",), "examples": 2, "dtypes": ("float64",)}
+    assert dsf.check(forgetting, **laws).ok
+    right = decode.fixed_cache.write
+    monkeypatch.setattr(decode.fixed_cache, "write", lambda cache, k, v, log, *rest: right(cache, k, v, 2 * log, *rest))
+    assert not dsf.check(forgetting, **laws).ok
+
+
 @torch.no_grad()
 def test_copies_of_a_cache_go_on_each_for_itself():
     x = drawn(forgetting, 12)
