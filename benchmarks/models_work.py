@@ -169,15 +169,15 @@ def training(job):
 # Decoding
 
 
-def decoder_of_ours(model):
-    """(function of tokens [B, T] -> last logits, function -> the tensors that it keeps)."""
+def decoder_of_ours(model, length):
+    """(function of tokens [B, T] -> last logits, function -> the tensors that it keeps), for `length` tokens in all."""
     from dsf.mixers.models.states import tensors_of
 
     kept = [None]
 
     def advance(tokens):
         out = model(tokens, state=kept[0], in_place=kept[0] is not None)
-        kept[0] = out.state
+        kept[0] = model.reserve(out.state, length)
         return out.logits[:, -1]
 
     return advance, lambda: [x for state in kept[0].layers for x in tensors_of(state)]
@@ -236,7 +236,7 @@ def decoding(job):
     ids = torch.randint(0, VOCABULARY, (batch, PROMPT), device=DEVICE)
     token = ids[:, :1].clone()
     length = PROMPT + job["warmup"] + CALLS * job["steps"] + 8
-    advance, tensors = decoder_of_ours(model) if who == "ours" else decoder_of_theirs(who, model, length)
+    advance, tensors = decoder_of_ours(model, length) if who == "ours" else decoder_of_theirs(who, model, length)
 
     def play():
         token.copy_(advance(token).argmax(-1, keepdim=True))

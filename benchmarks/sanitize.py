@@ -30,7 +30,7 @@ from dsf.fuzz import Case, Declaration, attempt
 from dsf.fuzz.grammar import KNOWN
 from dsf.fuzz.report import commit, machine, stderr
 from dsf.kernels.convolution import short_convolution, short_convolution_step
-from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.mixers import get
 
 TOOLS = {
@@ -89,7 +89,7 @@ def norms(x, weight, gate):
     return {
         "norm": gated_rms_norm(x, weight), "norm, then gate": gated_rms_norm(x, weight, gate),
         "gate, then norm of groups": gated_rms_norm(x, weight, gate, groups=2, gate_first=True),
-        "gate": gated(x, gate, "sigmoid"),
+        "gate": gated(x, gate, "sigmoid"), "norm of a sum": sum(added_rms_norm(x, gate, weight)),
     }  # fmt: skip
 
 

@@ -15,7 +15,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsf.kernels.turns import turn_pairs
 
-LEAST_ROOM = 64  # places of a cache that tokens are appended to
+LEAST_ROOM = 64  # places of a cache that tokens are appended to, and by which those of fixed memory are counted
+
+
+class Filled:
+    """How many tokens a row of a cache in fixed memory may have, known to the host without asking the device; one for
+    all caches that came of one memory, whose steps it counts together."""
+
+    __slots__ = ("most",)
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __repr__(self) -> str:
+        return f"Filled({self.most})"
 
 
 class KVCache(NamedTuple):
@@ -26,6 +39,10 @@ class KVCache(NamedTuple):
     bias: with decays, [B, Hb, S] in the state's dtype, the logarithm of each token's decay since. angle: with turns,
     [B, Ha, N/2 or 1] in the state's dtype, the sum of all angles modulo whole turns; each k is stored turned by minus
     the sum of the angles up to its token.
+
+    filled: None, or for a cache in fixed memory (`fixed`), which steps in place write to. Such a cache always has a
+    bias, minus infinity where no token lies, without decays [B, 1, S] of zeros else. With a window S ends at W places;
+    then token t lies at place t modulo W.
     """
 
     k: Tensor
@@ -33,6 +50,7 @@ class KVCache(NamedTuple):
     lengths: Tensor
     bias: Tensor | None = None
     angle: Tensor | None = None
+    filled: Filled | None = None
 
     def to(self, dtype: torch.dtype) -> KVCache:
         """The cache with another dtype."""
@@ -44,8 +62,9 @@ class KVCache(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVCache:
         """`change` applied to every floating point tensor; lengths stay."""
-        k, v, lengths, bias, angle = self
-        return KVCache(change(k), change(v), lengths, *(None if x is None else change(x) for x in (bias, angle)))
+        k, v, lengths, bias, angle, filled = self
+        bias, angle = (None if x is None else change(x) for x in (bias, angle))
+        return KVCache(change(k), change(v), lengths, bias, angle, filled)
 
     def rows(self, chosen: Tensor) -> KVCache:
         """Some rows, by their numbers."""
@@ -75,7 +94,7 @@ def joined(caches: Sequence[KVCache]) -> KVCache:
     most = max(c.k.shape[2] for c in caches)
 
     def both(place: int) -> Tensor | None:
-        parts = [c[place] for c in caches]
+        parts = [c[:5][place] for c in caches]
         if any(x is None for x in parts):
             return None
         return torch.cat([x if place in (2, 4) else padded(x, most) for x in parts if x is not None])
@@ -186,7 +205,9 @@ def is_appended(cache: KVCache) -> bool:
 def write_behind(whole: Tensor, fresh: Tensor, cache: KVCache) -> Tensor:
     """Write T new tokens of every row behind those that the cache holds. whole: [B, ·, S + T, ·], or without the last
     axis as biases are; fresh: the same of T places."""
-    place = cache.lengths.clamp(max=cache.k.shape[2])[:, None] + torch.arange(fresh.shape[2], device=fresh.device)
+    place = cache.lengths.clamp(max=cache.k.shape[2])[:, None]
+    if fresh.shape[2] > 1:
+        place = place + torch.arange(fresh.shape[2], device=fresh.device)
     place = place[:, None] if fresh.dim() == 3 else place[:, None, :, None]
     return whole.scatter_(2, place.expand(fresh.shape), fresh)
 
@@ -196,7 +217,9 @@ def visible(cache: KVCache | None, tokens: int, device: torch.device) -> Tensor 
     if cache is None:
         return None
     places = torch.arange(cache.k.shape[2] + tokens, device=device)
-    last = cache.lengths[:, None] + torch.arange(tokens, device=device)[None]
+    last = cache.lengths[:, None]
+    if tokens > 1:
+        last = last + torch.arange(tokens, device=device)
     return (places[None, None] <= last[..., None])[:, None]
 
 

@@ -1,4 +1,5 @@
-"""RMS norm and gate: y = norm(x) · weight · act(gate), or norm(x · act(gate)) · weight, or the gate alone.
+"""RMS norm and gate: y = norm(x) · weight · act(gate), or norm(x · act(gate)) · weight, or the gate alone; or the norm
+of x + other, and the sum.
 
 On a GPU it takes one launch forward and two backward (dsf.kernels.triton.layer), without copies of x and gate;
 elsewhere torch. Both compute in float32 at least and round once.
@@ -50,6 +51,32 @@ def gated_rms_norm(
     if gate is not None and not gate_first:
         y = y * activated(gate.to(y.dtype), activation)
     return y.to(dtype)
+
+
+def added_rms_norm(
+    x: Tensor,
+    other: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x + other, the RMS norm of that sum over the last axis times weight): a residual stream and what a block reads.
+
+    x, other: [..., D] of the same shape, any strides and types; the sum has the type that torch gives it, and is
+    rounded before the norm. weight, eps, backend, dtype (the sum's by default), errors: as for `gated_rms_norm`. On a
+    GPU one launch, and backward two, which also add the sum's gradient to the norm's.
+    """
+    if x.shape != other.shape or (weight is not None and weight.shape != x.shape[-1:]):
+        sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"
+        raise ValueError(f"a norm of {list(x.shape)} + {list(other.shape)} with {sizes}: sizes do not fit")
+    dtype = torch.promote_types(x.dtype, other.dtype) if dtype is None else dtype
+    if _chosen(x, other, "silu", backend, x.shape[-1]):
+        from dsf.kernels.triton.layer.norm_ops import added_norm
+
+        return added_norm(x, other, weight, eps, dtype)
+    total = x + other
+    return total, gated_rms_norm(total, weight, eps=eps, backend="torch", dtype=dtype)
 
 
 def gated(x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "auto") -> Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import GatedRMSNorm
@@ -22,6 +23,7 @@ class Heads(Mixer):
     Euclidean length of each section's heads, None for unnormalised. blur: of the convolution (`ShortConv`).
     """
 
+    beside: tuple[str, ...] = ("in_proj", "g_proj")
     blur: float | None = None
 
     def __init__(
@@ -62,7 +64,8 @@ class Heads(Mixer):
         return sections
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        return self.in_proj(x), (x,)
+        found = outputs(x, self.maps_beside())
+        return (self.in_proj(x), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def split(self, u: Tensor) -> tuple[Tensor, ...]:
         """The convolution's outputs, or [B, T, C] without one -> the sections, each [B, T, H, D]."""
@@ -73,7 +76,7 @@ class Heads(Mixer):
         return x.unflatten(-1, (self.dims[0], -1))
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
+        gate = None if self.g_proj is None else self.made(side, "g_proj").view_as(y)
         return self.o_proj(self.o_norm(y, gate).flatten(2))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from dsf.mixers._beside import plain_weight
 from dsf.mixers._own import Start, fill
 
 
@@ -27,17 +26,8 @@ class StartLinear(nn.Linear):
 def side_by_side(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of small linear maps of the same x, by one matrix product where they are plain, so that x and its
     gradient are read once. Wrapped, quantised, sharded or hooked maps are called one by one."""
-    weights = [_plain_weight(m) for m in maps]
+    weights = [plain_weight(m) for m in maps]
     plain = [w for w in weights if w is not None]
     if len(plain) < len(maps):
         return tuple(m(x) for m in maps)
     return nn.functional.linear(x, torch.cat(plain)).split([w.shape[0] for w in plain], dim=-1)
-
-
-def _plain_weight(module: Any) -> Tensor | None:
-    """The weight of a map that only multiplies with it, else None."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return None
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    alone = not any(hooks) and module.bias is None
-    return module.weight if alone and type(module.weight) is nn.Parameter else None

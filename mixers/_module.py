@@ -11,12 +11,13 @@ from dsf import Packing, Recurrence
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
+from dsf.mixers._beside import lay
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
 from dsf.mixers._shift import TokenShift
 from dsf.mixers._sizes import Divided, check_input
-from dsf.mixers._states import put
+from dsf.mixers._states import is_cache, put
 
 if TYPE_CHECKING:
     from dsf.parallel import World
@@ -143,6 +144,7 @@ class Mixer(Owner, Divided):
         """Move to a device and cast to a dtype (rates stay float32); the last line of a constructor."""
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
+        lay(self.maps_beside())
 
     def own_more(self, d_model: int, bare: bool) -> None:
         """Add a subclass's own parameters; bases whose constructor subclasses inherit call it last."""
@@ -233,7 +235,7 @@ class Mixer(Owner, Divided):
         """Decode one token. x: [B, d_model] -> (y [B, d_model], state).
 
         in_place: the new state takes the memory of `state`, where a CUDA graph finds it, and nothing is copied; what
-        `state` held is lost. Nothing may need a gradient. A cache of keys and values has its own memory in any case.
+        `state` held is lost. Nothing may need a gradient. A cache of keys and values moves where it has no room.
         Raises InputError for reverse=True, and for in_place=True where gradients are wanted.
         """
         if tokens.pop("reverse", False):
@@ -250,7 +252,7 @@ class Mixer(Owner, Divided):
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
         }
         held = state.recurrent
-        over = in_place and isinstance(held, Tensor) and held.is_contiguous()
+        over = in_place and (is_cache(held) or (isinstance(held, Tensor) and held.is_contiguous()))
         y, after = self.recurrence.step(held, **inputs, in_place=over)
         state = state._replace(recurrent=after)
         if in_place and before is not None:

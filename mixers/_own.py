@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dsf.mixers._beside import lay
 from dsf.mixers._sizes import Sized
 
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
@@ -22,6 +23,8 @@ class Owner(Sized):
     as FSDP does it for one module after another. Children fill theirs. Constructors of subclasses check their arguments
     first (`_sizes.checked`).
     """
+
+    beside: tuple[str, ...] = ()  # maps of the same input, whose weights are kept behind each other (`_beside`)
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +90,21 @@ class Owner(Sized):
             self.fill_constants()
         for name in self.starts:
             self._mark(name)
+        lay(self.maps_beside())
         return self
+
+    def maps_beside(self) -> list[Any]:
+        """The maps named in `beside` that this module has."""
+        found = [getattr(self, name, None) for name in self.beside]
+        return [x for x in found if x is not None]
+
+    def made(self, side: Sequence[Tensor], name: str) -> Tensor:
+        """The output of a map. side: its input x and, if one product made them all, the outputs of the maps that are
+        named in `beside`, but for the first."""
+        called = getattr(self, name)
+        if len(side) == 1 or name not in self.beside:
+            return called(side[0])
+        return side[[id(x) for x in self.maps_beside()].index(id(called))]
 
 
 def fill(tensor: Tensor, start: Start) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsf import KVCache
+from dsf.call import decode
 
 
 def is_cache(x: Any) -> bool:
@@ -24,3 +25,42 @@ def put(held: Any, state: Any) -> Any:
         return old.copy_(new) if both and new is not old else new
 
     return pytree.tree_map(place, held, state, is_leaf=is_cache)
+
+
+def caches_of(state: Any) -> list[KVCache]:
+    """The caches in a mixer's state."""
+    return [x for x in pytree.tree_leaves(state, is_leaf=is_cache) if is_cache(x)]
+
+
+def reserved(mixer: Any, state: Any, tokens: int) -> Any:
+    """A mixer's state as steps in place take it without copies: contiguous, a cache with room for so many tokens."""
+    own = id(getattr(state, "recurrent", None))
+
+    def made(x: Any) -> Any:
+        if isinstance(x, KVCache):
+            return decode.reserved(mixer.recurrence.spec, x, tokens) if id(x) == own else x
+        return x.contiguous() if isinstance(x, Tensor) else x
+
+    return pytree.tree_map(made, state, is_leaf=is_cache)
+
+
+def most_of(state: Any) -> int:
+    """The most tokens that a row of the caches in a state may hold, as far as the host knows; 0 without caches."""
+    return max((c.k.shape[2] if c.filled is None else c.filled.most for c in caches_of(state)), default=0)
+
+
+def room_of(mixer: Any, state: Any) -> float:
+    """How many tokens the caches in a mixer's state have room for: any number without caches, and in a full window."""
+    found = float("inf")
+    for cache in caches_of(state):
+        places = cache.k.shape[2]
+        if cache.filled is not None and places != mixer.recurrence.spec.system.window:
+            found = min(found, places - cache.filled.most)
+    return found
+
+
+def overwritten(state: Any, tokens: int) -> list[Tensor]:
+    """What so many steps in place change of a state: its tensors, but for keys and values with room behind the last."""
+    roomy = [c for c in caches_of(state) if c.filled is not None and c.filled.most + tokens <= c.k.shape[2]]
+    spared = {id(x) for c in roomy for x in (c.k, c.v)}
+    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor) and id(x) not in spared]

@@ -92,6 +92,7 @@ class DeltaProduct(Heads):
     """
 
     recurrence = delta_product
+    beside = ("in_proj", "g_proj", "b_proj", "a_proj")
     blur = 0.3  # as DeltaNet's
     gated = False
 
@@ -139,7 +140,7 @@ class DeltaProduct(Heads):
             "q": q,
             "k": k.unflatten(2, self.steps),
             "v": v.unflatten(2, self.steps),
-            "beta": self.beta_max * self.b_proj(side[0]).unflatten(-1, self.steps).sigmoid(),
+            "beta": self.beta_max * self.made(side, "b_proj").unflatten(-1, self.steps).sigmoid(),
         }
 
 
@@ -167,4 +168,4 @@ class GatedDeltaProduct(DeltaProduct):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         inputs = super().arguments(u, side, span)
-        return {**inputs, "a": self.a_proj(side[0]), "A_log": self.A_log, "dt_bias": self.dt_bias}
+        return {**inputs, "a": self.made(side, "a_proj"), "A_log": self.A_log, "dt_bias": self.dt_bias}

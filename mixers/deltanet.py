@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer
+from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -38,6 +39,7 @@ class DeltaNet(Mixer):
     """
 
     recurrence = deltanet
+    beside: tuple[str, ...] = ("qkv_proj", "b_proj")
     blur: float | None = 0.3
     key_length: float | None = 1.0  # to which keys are brought
 
@@ -86,10 +88,11 @@ class DeltaNet(Mixer):
         to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        return self.qkv_proj(x), (x,)
+        found = outputs(x, self.maps_beside())
+        return (self.qkv_proj(x), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        return self._written(u, self.b_proj(side[0]))
+        return self._written(u, self.made(side, "b_proj"))
 
     def _written(self, u: Tensor, b: Tensor) -> dict[str, Tensor]:
         """q, k, v and beta, from their pre-activations."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, N, Scalar, System, Value, exp_features, sigmoid
+from dsf.mixers._beside import outputs
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -43,6 +44,7 @@ class ForgettingAttention(Mixer):
     """
 
     recurrence = fox
+    beside = ("kv_proj", "q_proj", "shift_proj", "g_proj")
 
     def __init__(
         self,
@@ -90,13 +92,15 @@ class ForgettingAttention(Mixer):
         to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        kv = self.kv_proj(x)
-        return kv, (x, kv)
+        found = outputs(x, self.maps_beside())
+        kv, more = (self.kv_proj(x), ()) if found is None else (found[0], found[1:])
+        return kv, (kv, x, *more)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        (x, kv), (_, n, _), q = side, self.dims, self.q_proj(side[0])
+        (kv, *given), (_, n, _) = side, self.dims
+        x, q = given[0], self.made(given, "q_proj")
         if self.shift_proj is not None and self.q_norm is not None and self.k_norm is not None:
-            share = self.shift_proj(x).sigmoid().repeat_interleave(n, dim=-1)
+            share = self.made(given, "shift_proj").sigmoid().repeat_interleave(n, dim=-1)
             kv = kv + share * (u - kv)
             k, v = kv.chunk(2, dim=-1)
             q, k = self.q_norm(q), self.k_norm(k)
@@ -107,7 +111,7 @@ class ForgettingAttention(Mixer):
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         if self.o_norm is not None and self.g_proj is not None:
-            y = self.o_norm(y, self.g_proj(side[0]))
+            y = self.o_norm(y, self.made(side[1:], "g_proj"))
         return self.o_proj(y)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:

@@ -49,6 +49,7 @@ class GatedDeltaNet(DeltaNet):
     """
 
     recurrence = gated_deltanet_log
+    beside = ("qkv_proj", "b_proj", "a_proj", "g_proj")
     A_log: Tensor
     dt_bias: Tensor
 
@@ -66,9 +67,12 @@ class GatedDeltaNet(DeltaNet):
         to.own(self, "A_log", "dt_bias")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        b, a = side_by_side(side[0], self.b_proj, self.a_proj)
+        if len(side) > 1:
+            b, a = self.made(side, "b_proj"), self.made(side, "a_proj")
+        else:
+            b, a = side_by_side(side[0], self.b_proj, self.a_proj)
         return {**self._written(u, b), "a": a, "A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
+        gate = None if self.g_proj is None else self.made(side, "g_proj").view_as(y)
         return self.o_proj(self.o_norm(y, gate).flatten(2))

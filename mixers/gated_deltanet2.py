@@ -39,6 +39,7 @@ class GatedDeltaNet2(KDA):
     """
 
     recurrence = gated_deltanet2_rate
+    beside = ("in_proj", "b_proj", "w_proj")
 
     def own_more(self, d_model: int, bare: bool) -> None:
         heads, n, p = self.dims
@@ -50,6 +51,6 @@ class GatedDeltaNet2(KDA):
         to.rows(self.w_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        a, b, w = (self.per_head(made(side[0])) for made in (self.f_proj, self.b_proj, self.w_proj))
+        a, b, w = (self.per_head(self.made(side, name)) for name in ("f_proj", "b_proj", "w_proj"))
         q, k, v = self.split(u)
         return {"q": q, "k": k, "v": v, "a": a, "b": b, "w": w, "A_log": self.A_log, "dt_bias": self.dt_bias}

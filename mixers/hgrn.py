@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dsf
 from dsf import System, Value, sigmoid
 from dsf.language.errors import InputError
+from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -48,6 +49,7 @@ class HGRN(Mixer):
     """
 
     recurrence = hgrn
+    beside = ("in_proj", "g_proj")
 
     def __init__(
         self,
@@ -84,6 +86,9 @@ class HGRN(Mixer):
         to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
+        found = outputs(x, self.maps_beside())
+        if found is not None:
+            return found[0], found[1:]
         return self.in_proj(x), () if self.g_proj is None else (self.g_proj(x),)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

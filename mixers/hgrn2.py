@@ -37,6 +37,7 @@ class HGRN2(Heads):
     """
 
     recurrence = hgrn2
+    beside = ("in_proj", "g_proj", "f_proj")
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class HGRN2(Heads):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, i = self.split(u)
-        f = bounded_below(self.per_head(self.f_proj(side[0])), self.lower_bound)
+        f = bounded_below(self.per_head(self.made(side, "f_proj")), self.lower_bound)
         return {"q": F.silu(q), "f": f, "i": i}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -45,6 +45,7 @@ class KDA(Heads):
     """
 
     recurrence = kda_rate
+    beside: tuple[str, ...] = ("in_proj", "b_proj")
     blur = 0.3  # as DeltaNet's
     A_log: Tensor
     dt_bias: Tensor
@@ -87,7 +88,7 @@ class KDA(Heads):
             "k": k,
             "v": v,
             "a": self.per_head(self.f_proj(side[0])),
-            "beta": self.b_proj(side[0]).sigmoid(),
+            "beta": self.made(side, "b_proj").sigmoid(),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
         }

@@ -17,6 +17,7 @@ from dsf.checking.ranges import Range, key_axis
 from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated
@@ -51,6 +52,8 @@ class Layer(Mixer):
     value of a Param, or of a gate on average: a number, a tensor or a function of the shape.
     Raises InputError for sizes that do not divide, and for an init of an input without one or outside its range.
     """
+
+    beside = ("in_proj", "g_proj")
 
     def __init__(
         self,
@@ -184,7 +187,10 @@ class Layer(Mixer):
         return [shape.numel() // steps] * steps
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        return x if self.in_proj is None else self.in_proj(x), (x,)
+        if self.in_proj is None:
+            return x, (x,)
+        found = outputs(x, self.maps_beside())
+        return (self.in_proj(x), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def arguments(self, u: Tensor, side: Side, span: Span, **given: Tensor) -> dict[str, Tensor]:
         """given: inputs of the recurrence by name, in place of the layer's own: [B, T, H, ...]."""
@@ -205,7 +211,7 @@ class Layer(Mixer):
         return {i.name: x.unflatten(-1, tuple(s)) for i, x, s in zip(entries, parts, shapes, strict=True)}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        gate = None if self.g_proj is None else self.g_proj(side[0]).view_as(y)
+        gate = None if self.g_proj is None else self.made(side, "g_proj").view_as(y)
         if self.o_norm is not None:
             y = self.o_norm(y, gate)
         elif gate is not None:

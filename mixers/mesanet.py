@@ -41,6 +41,7 @@ class MesaNet(Heads):
     """
 
     recurrence = mesanet
+    beside = ("in_proj", "g_proj", "v_proj")
     blur = 0.3  # as DeltaNet's
     lam: Tensor
 
@@ -74,6 +75,6 @@ class MesaNet(Heads):
         to.own(self, "lam")
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        (x,), (q, k) = side, self.split(u)
-        v, f, beta = self.per_head(self.v_proj(x)), self.a_proj(x), self.b_proj(x).sigmoid()
+        x, (q, k), v = side[0], self.split(u), self.made(side, "v_proj")
+        v, f, beta = self.per_head(v), self.a_proj(x), self.b_proj(x).sigmoid()
         return {"q": q, "k": k, "v": v, "f": f, "beta": beta, "lam": self.lam}

@@ -31,18 +31,25 @@ def _slopes(heads: int) -> Tensor:
     return -torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads))))
 
 
-def rotated(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Turn pairs of entries (j, j + N/2) by position · base^(-2j/N). x: [B, T, H, N], position: [B, T].
+def rotated(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Turn pairs of entries (j, j + N/2) by position · base^(-2j/N). q, k: [B, T, H, N], position: [B, T].
 
     The last entry of an odd number stays.
     """
-    half = x.shape[-1] // 2
-    wide = torch.promote_types(x.dtype, torch.float32)
-    turn = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    width, wide = q.shape[-1], torch.promote_types(q.dtype, torch.float32)
+    half = width // 2
+    turn = base ** (-torch.arange(half, device=q.device, dtype=wide) / half)
     angle = position.to(wide)[..., None, None] * turn
-    a, b, rest = x.to(wide).split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(x.dtype)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b, rest = x.to(wide).split([half, half, width - 2 * half], dim=-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(x.dtype)
+
+    if q.shape[1] > 1:
+        return turned(q), turned(k)
+    both = turned(torch.cat([q, k], dim=2))  # of a token, launches are what it costs, not the copy
+    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
 
 
 class RetNet(Heads):
@@ -88,5 +95,5 @@ class RetNet(Heads):
         q, k, v = self.split(u)
         if self.rotary_base:
             position = span.positions(side[0])
-            q, k = rotated(q, position, self.rotary_base), rotated(k, position, self.rotary_base)
+            q, k = rotated(q, k, position, self.rotary_base)
         return {"q": q, "k": k * self.dims[1] ** -0.5, "v": v, "slope": self.slope}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import dsf
 from dsf import I, Key, N, Param, Recurrence, Scalar, System, Value, exp, exp_features
 from dsf.language.errors import InputError
+from dsf.mixers._beside import outputs
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import full
 
@@ -135,6 +136,7 @@ class SoftmaxAttention(Mixer):
     """
 
     recurrence = softmax_attention
+    beside = ("q_proj", "k_proj", "v_proj")
     slope: Tensor
     s: Tensor
 
@@ -184,10 +186,12 @@ class SoftmaxAttention(Mixer):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
+        found = outputs(u, self.maps_beside())
+        q, k, v = (self.q_proj(u), self.k_proj(u), self.v_proj(u)) if found is None else found
         return {
-            "q": self.q_proj(u).unflatten(-1, (heads, n)),
-            "k": self.k_proj(u).unflatten(-1, (self.n_kv_heads, n)),
-            "v": self.v_proj(u).unflatten(-1, (self.n_kv_heads, p)),
+            "q": q.unflatten(-1, (heads, n)),
+            "k": k.unflatten(-1, (self.n_kv_heads, n)),
+            "v": v.unflatten(-1, (self.n_kv_heads, p)),
             **{name: getattr(self, name) for name in self.starts},
         }
 

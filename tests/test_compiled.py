@@ -23,7 +23,7 @@ from interpreted import INTERPRETED
 import dsf
 from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, ratio, sigmoid, tanh, turn
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
-from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.mixers import get
 from dsf.parallel import Simulated, windows
 from dsf.triton.choose import elsewhere
@@ -126,6 +126,7 @@ def norms():
     pull([gated_rms_norm(x, weight, gate, 2, True, backend="triton")], [x, weight, gate])
     pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
     pull([gated(x, gate, backend="triton")], [x, gate])
+    pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
 
 
 def impulses():

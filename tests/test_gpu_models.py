@@ -1,9 +1,12 @@
 """The parts of models and their decode steps on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-import dsf
+from dsf.mixers import SoftmaxAttention
+from dsf.mixers.models import sampling
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, linear_cross_entropy
 from dsf.mixers.models.states import tensors_of
 from dsf.models import CausalLM, ModelConfig
@@ -43,6 +46,53 @@ def test_the_norm_rounds_once_and_keeps_the_model_s_type():
         found = norm(x)
     assert ((found.double() - exact).abs() <= 2**-8 * exact.abs()).all()
     assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("width", [64, 192, 1024, 2560])
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_norm_that_adds_first_is_the_sum_and_its_norm(autocast, tokens, width):
+    torch.manual_seed(0)
+    norm = RMSNorm(width, 1e-6).cuda()
+    x, other, dx, dy = (torch.randn(3, tokens, width, device="cuda") for _ in range(4))
+    other, dy = other.bfloat16(), dy.bfloat16()
+    leaves = [x.requires_grad_(), other.requires_grad_()]
+    wide = [y.detach().double().requires_grad_() for y in leaves]
+
+    def outcome(given):
+        total, y = norm.added(*given)
+        loss = (total.double() * dx.double()).sum() + (y.double() * dy.double()).sum()
+        return [total, y, *torch.autograd.grad(loss, [*given, norm.weight])]
+
+    norm.double()
+    exact = outcome(wide)
+    norm.float()
+    assert norm.sums(*leaves)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        found = outcome(leaves)
+    assert found[0].dtype == torch.float32 and found[1].dtype == (torch.bfloat16 if autocast else torch.float32)
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
+    for i, (a, b) in enumerate(zip(found, exact, strict=True)):
+        error, size = (t.reshape(-1, t.shape[-1] if i < 4 else t.numel()).norm(dim=-1) for t in (a.double() - b, b))
+        rounded = a.dtype == torch.bfloat16 or (autocast and i >= 2)
+        assert (error / size).max() < (1e-2 if rounded else 1e-5), i
+
+
+def test_a_model_whose_norms_add_first_is_the_model(monkeypatch):
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=3, n_heads=2, mixers=["ssd", "softmax_attention", "s6"])
+    model, ids = CausalLM(config).cuda(), torch.randint(0, 97, (2, 70), device="cuda")
+
+    def outcome():
+        model.zero_grad()
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        return [out.logits.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+    found = outcome()
+    monkeypatch.setattr(RMSNorm, "sums", lambda self, *given: False)
+    for a, b in zip(found, outcome(), strict=True):
+        assert (a - b).norm() < 1e-4 * b.norm()
 
 
 def test_the_loss_in_pieces_is_the_loss_in_bfloat16():
@@ -100,6 +150,46 @@ def test_generating_by_a_graph_is_generating(batch):
     drawn = [torch.Generator("cuda").manual_seed(1) for _ in range(2)]
     one = model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[0], graph=True)
     assert torch.equal(one, model.generate(ids, 9, temperature=1.0, top_k=5, generator=drawn[1]))
-    attention = CausalLM(ModelConfig(vocab_size=97, d_model=64, n_layers=1, n_heads=2, mixers=["softmax_attention"]))
-    with pytest.raises(dsf.InputError, match="grow with every token"):
-        attention.cuda().generate(ids, 3, graph=True)
+
+
+def test_a_second_thread_generates_by_a_graph_of_its_own():
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=["ssd", "softmax_attention"])
+    model, ids = CausalLM(config).cuda().double().eval(), torch.randint(0, 97, (2, 9), device="cuda")
+    expected = model.generate(ids, 30)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(model.generate, ids, 30, graph=True).result(), expected)
+    assert torch.equal(model.generate(ids, 30, graph=True), expected)
+
+
+ATTENTION = [["softmax_attention"], ["gated_deltanet", "softmax_attention"], ["fox"], ["alibi"], ["sliding"], ["sink"]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixers", ATTENTION, ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_captured_and_captured_anew_where_its_memory_doubles(mixers, dtype):
+    torch.manual_seed(0)
+    own = {"alibi": {"alibi": True}, "sliding": {"window": 70}, "sink": {"sink": "learnt", "window": 7}}
+    named = ["softmax_attention" if x in own else x for x in mixers]
+    options = {x: {"n_kv_heads": 2} for x in named if x != "gated_deltanet"}
+    config = {"vocab_size": 97, "d_model": 128, "n_layers": len(mixers), "n_heads": 4, "mixer_options": options}
+    model = CausalLM(ModelConfig(**config, mixers=named))
+    for block, x in zip(model.model.layers, mixers, strict=True):
+        if x in own:
+            block.mixer = SoftmaxAttention(128, 4, n_kv_heads=2, **own[x])
+    model, ids = model.cuda().eval(), torch.randint(0, 97, (3, 150), device="cuda")
+    exact = model.to(dtype).double()(ids).logits
+    model.to(dtype)
+    for steps in ("graph", "eager"):
+        state = model(ids[:, :50]).state
+        step = sampling.CapturedStep(model, ids[:, 50:51], state, 64) if steps == "graph" else None
+        for t in range(50, 150):
+            if step is not None:
+                found = step(ids[:, t : t + 1])
+            else:
+                out = model.step(ids[:, t], state, in_place=True)
+                found, state = out.logits, out.state
+            error = (found.double() - exact[:, t]).norm(dim=-1) / exact[:, t].norm(dim=-1)
+            assert error.max() < (1e-4 if dtype == torch.float32 else 5e-2), (steps, t)
+    assert model.generate(ids, 80, graph=True).shape == (3, 230)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import dsf
+from dsf.kernels.norm import added_rms_norm
+from dsf.mixers.models import parts
 from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy, next_labels
 from dsf.models import CausalLM, ModelConfig, RotaryAttention, sized
 
@@ -234,7 +236,7 @@ def test_rotary_scores_depend_on_distances_alone():
     layer = RotaryAttention(32, n_heads=2)
     x = torch.randn(1, 9, 32)
     plain = layer.inputs(x)
-    far = layer.inputs(x, cos=torch.ones(1, 9, 8), sin=torch.zeros(1, 9, 8))
+    far = layer.inputs(x, cos=torch.ones(1, 9, 16), sin=torch.zeros(1, 9, 16))
     assert not torch.allclose(plain["q"], far["q"]) and torch.allclose(plain["v"], far["v"])
     scores = torch.einsum("bthn,bshn->bhts", plain["q"], plain["k"])
     same = layer.inputs(x[:, :1].expand(-1, 9, -1))
@@ -440,3 +442,73 @@ def test_hugging_face_models_are_found_without_an_import_of_their_own(monkeypatc
 
     monkeypatch.delattr(dsf.models, "hf")  # as where nobody imported it
     assert dsf.models.hf is hf
+
+
+# Norms that add to the residual stream
+
+
+def everything_of(model, ids, **options):
+    """Logits, loss and all gradients of a model."""
+    model.zero_grad()
+    out = model(ids, labels=ids, **options)
+    out.loss.backward()
+    found = [out.loss.detach(), *[p.grad.clone() for p in model.parameters()]]
+    return found if out.logits is None else [out.logits.detach(), *found]
+
+
+@pytest.fixture
+def summing(monkeypatch):
+    """Models that run the launches of a GPU, in their torch forms; the sums that were normed in them."""
+    found = []
+
+    def added(x, other, *rest, **options):
+        found.append(x.shape)
+        return added_rms_norm(x, other, *rest, **options)
+
+    monkeypatch.setattr(parts, "_fuses", lambda *tensors: True)
+    monkeypatch.setattr(parts, "_liger", lambda module, name: None)
+    monkeypatch.setattr(parts, "added_rms_norm", added)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["train", "checkpointed", "hooked", "eval"])
+def test_norms_that_add_first_are_sums_and_their_norms(mode, summing, monkeypatch):
+    model, ids = CausalLM(tiny(HYBRID)).double(), ids_of()
+    model.train(mode != "eval")
+    bounds = {"ids": ids.reshape(1, -1), "cu_seqlens": torch.tensor([0, 5, 22])}
+    with monkeypatch.context() as apart:
+        apart.setattr(parts, "_fuses", lambda *tensors: False)
+        expected = everything_of(model, ids), everything_of(model, **bounds)
+    seen = []
+    if mode == "hooked":  # a hook is given what it always was
+        for block in model.model.layers:
+            block.register_forward_hook(lambda _, given, result: seen.append(result[0]))
+            block.mlp_norm.register_forward_hook(lambda _, given, result: seen.append(result))
+    model.enable_gradient_checkpointing(mode == "checkpointed")
+    assert not summing
+    found = everything_of(model, ids)
+    assert len(summing) == {"train": 8, "eval": 8, "checkpointed": 8, "hooked": 0}[mode]  # 4 forward, 4 again
+    for a, b in zip([*found, *everything_of(model, **bounds)], [*expected[0], *expected[1]], strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)
+    assert all(x.shape[-1] == 32 for x in seen)
+
+
+@torch.no_grad()
+def test_steps_and_hidden_states_with_norms_that_add_first(summing):
+    model, ids = CausalLM(tiny(HYBRID)).double().eval(), ids_of()
+    whole, state = model(ids).logits, model(ids[:, :7]).state
+    for t in range(7, 11):
+        out = model.step(ids[:, t], state, in_place=True)
+        state = out.state
+        assert torch.allclose(out.logits, whole[:, t], rtol=0, atol=1e-10)
+    hidden = []
+    last, _ = model.model.run(model.model.embed_tokens(ids), hidden=hidden)
+    assert torch.allclose(model.lm_head(last), whole, rtol=0, atol=1e-10)
+    x = hidden[0]
+    for block, after in zip(model.model.layers, [*hidden[1:-1], None], strict=True):
+        x, _ = (
+            block(x, turn=None)
+            if not isinstance(block.mixer, RotaryAttention)
+            else block(x, turn=block.mixer.turns(x, None))
+        )
+        assert after is None or torch.allclose(x, after, rtol=0, atol=1e-10)

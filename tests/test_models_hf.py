@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 import dsf.models.hf as hf  # noqa: E402
 from dsf.mixers import SoftmaxAttention  # noqa: E402
+from dsf.mixers._beside import outputs  # noqa: E402
 from dsf.mixers.models.states import tensors_of  # noqa: E402
 
 MIXERS = [["gated_deltanet"], ["s6"], ["ssd", "softmax_attention"], ["rg_lru"]]
@@ -178,6 +179,17 @@ def test_a_static_cache_stays_where_it_is():
         assert torch.allclose(last[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-9)
 
 
+def test_generate_decodes_in_the_memory_of_its_own_cache():
+    model, (ids, mask) = tiny(["ssd", "softmax_attention"], tie_embeddings=False), left_padded(prompt())
+    found = generated(model, ids, attention_mask=mask, return_dict_in_generate=True)
+    cache = getattr(found, hf.CACHE)
+    state = cache.layers[1].state.recurrent
+    assert state.filled is not None and state.lengths.tolist() == [9 + 5, 12 + 5]
+    with torch.no_grad():  # and goes on from there
+        last = model(found.sequences[:, -1:], past_key_values=cache).logits[0, 0]
+        assert torch.allclose(last, model(found.sequences[:1, 3:]).logits[0, -1], rtol=0, atol=1e-9)
+
+
 def test_a_static_cache_leaves_a_window_s_keys_in_their_memory():
     model, ids = tiny(["softmax_attention"]), prompt(tokens=40)
     for block in model.model.layers:
@@ -223,6 +235,8 @@ def test_saved_and_loaded_it_is_the_same_model(mixers, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is hf.DsfForCausalLM and not loaded.training
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+    with torch.no_grad():
+        assert all(outputs(torch.zeros(1, 1, 32), b.mlp.maps_beside()) is not None for b in loaded.model.layers)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     inner = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(inner(ids).last_hidden_state, model.model(ids).last_hidden_state)

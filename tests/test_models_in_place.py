@@ -1,20 +1,43 @@
 """Decode steps that overwrite their states: the same numbers, in the same memory, and nothing that is still read."""
 
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsf
 from dsf import mixers
-from dsf.mixers.models.states import tensors_of
+from dsf.call import decode
+from dsf.mixers.models import sampling
+from dsf.mixers.models.states import ModelState, mapped, tensors_of
 from dsf.models import CausalLM, ModelConfig
 
-KINDS = ["gated_deltanet", "ssd", "rwkv7", "mlstm", "retnet", "mamba3", "rg_lru", "softmax_attention"]
+KINDS = ["gated_deltanet", "ssd", "rwkv7", "mlstm", "retnet", "mamba3", "rg_lru"]
+SHARED = {"softmax_attention": {"n_kv_heads": 2}, "fox": {"n_kv_heads": 1}}
+HYBRIDS = [["softmax_attention"], ["gated_deltanet", "fox", "softmax_attention"], ["sliding", "alibi", "ssd", "sunk"]]
+hybrids = pytest.mark.parametrize("layers", HYBRIDS, ids="+".join)
 
 
 @torch.no_grad()
-def model_of(layers):
+def model_of(layers, **fields):
     torch.manual_seed(0)
-    return CausalLM(ModelConfig(vocab_size=31, d_model=32, n_layers=len(layers), n_heads=2, mixers=layers)).eval()
+    config = {"vocab_size": 31, "d_model": 32, "n_layers": len(layers), "n_heads": 2, "mixers": layers}
+    return CausalLM(ModelConfig(**config | fields)).eval()
+
+
+def hybrid(layers):
+    """A model in float64 with layers of attention, some of which the configuration has no name for."""
+    own = {"sliding": {"window": 70}, "alibi": {"alibi": True}, "sunk": {"window": 5, "sink": "learnt"}}
+    named = ["softmax_attention" if x in own else x for x in layers]
+    model = model_of(named, n_heads=4, mixer_options={x: SHARED[x] for x in named if x in SHARED})
+    for block, x in zip(model.model.layers, layers, strict=True):
+        if x in own:
+            block.mixer = mixers.SoftmaxAttention(32, 4, n_kv_heads=2, **own[x])
+    return model.double()
 
 
 def places(state):
@@ -33,8 +56,7 @@ def test_steps_in_place_are_steps(kind):
         plain, own = expected.state, found.state
         for one, other in zip(plain.layers, own.layers, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(tensors_of(one), tensors_of(other), strict=True))
-    if kind != "softmax_attention":  # its keys and values lie in a cache that grows
-        assert places(own) == first
+    assert places(own) == first
     assert all(torch.equal(x, y) for x, y in zip(held, tensors_of(own.layers[1]), strict=True))
 
 
@@ -49,6 +71,171 @@ def test_generating_overwrites_no_state_of_the_caller():
         slow = torch.cat([slow, model(slow).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated, slow)
     assert all(torch.equal(x, y) for x, y in zip(kept, [x for s in before.layers for x in tensors_of(s)], strict=True))
+
+
+@torch.no_grad()
+@hybrids
+def test_attention_s_steps_in_place_are_the_whole_and_stay_where_they_are(layers):
+    model, ids = hybrid(layers), torch.randint(0, 31, (3, 81))
+    whole, state = model(ids).logits, model.reserve(model(ids[:, :61]).state, 81)
+    first = places(state)
+    for t in range(61, 81):
+        out = model.step(ids[:, t], state, in_place=True)
+        torch.testing.assert_close(out.logits, whole[:, t], rtol=0, atol=1e-10)
+        assert places(out.state) == first == places(state)
+    later = model(ids[:, :7], state=state)  # a call goes on from there, and the state is still there
+    expected = model(torch.cat([ids, ids[:, :7]], 1)).logits[:, 81:]
+    torch.testing.assert_close(later.logits, expected, rtol=0, atol=1e-10)
+    again = model.step(ids[:, 0], state, in_place=True)
+    torch.testing.assert_close(again.logits, expected[:, 0], rtol=0, atol=1e-10)
+    rows = torch.tensor([2, 2, 0])  # beams
+    found = model.step(ids[rows, 1], again.state.select(rows), in_place=True)
+    torch.testing.assert_close(found.logits, expected[rows, 1], rtol=0, atol=1e-10)
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph keeps of a step: its operations on its tensors, with the numbers that the host gave them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.kept.append((function, args, kwargs or {}, found))
+        return found
+
+    def replay(self):
+        for function, args, kwargs, found in self.kept:
+            own = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+            again = function(*args, **kwargs)
+            for x, y in zip(pytree.tree_leaves(found), pytree.tree_leaves(again), strict=True):
+                if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in own:
+                    x.copy_(y)
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """Graphs of steps on a CPU: tapes."""
+    made, thread = [], threading.local()
+
+    def captured(step, device):
+        step(), step()
+        thread.captures = True
+        with Tape() as tape:
+            made.append(tape)
+            found = step()
+        thread.captures = False
+        return tape.replay, found
+
+    monkeypatch.setattr(decode, "is_captured", lambda device: getattr(thread, "captures", False))
+    monkeypatch.setattr(sampling, "captured", captured)
+    return made
+
+
+def launches(call):
+    """The operators of a call that compute, without views."""
+    with Tape() as tape:
+        call()
+    return [str(f) for f, *_ in tape.kept if not f.is_view and f is not torch.ops.aten._unsafe_view.default]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, most", [("softmax_attention", 11), ("sliding", 8)])
+def test_a_layer_of_attention_takes_few_operators_a_token(kind, most):
+    layer, x = hybrid([kind]).model.layers[0].mixer, torch.randn(2, 90, 32, dtype=torch.float64)
+    state = layer(x)[1]
+    options = {}
+    for _ in range(2):
+        if hasattr(layer, "turns"):  # once for all layers of a model
+            options = dict(zip(("cos", "sin"), (y[:, 0] for y in layer.turns(x[:, :1], state)), strict=True))
+        state = layer.step(x[:, 0], state, in_place=True, **options)[1]
+    found = launches(lambda: layer.step(x[:, 0], state, in_place=True, **options))
+    assert len(found) <= most, found  # 2 products, 4 for positions, 3 writes, one read, the count
+
+
+@torch.no_grad()
+@hybrids
+def test_what_a_graph_of_attention_s_step_replays_is_the_step(layers, tapes, monkeypatch):
+    monkeypatch.setattr(sampling, "READ", 8)
+    model, ids = hybrid(layers), torch.randint(0, 31, (2, 57))
+    slow = model.generate(ids, 75)
+    assert torch.equal(model.generate(ids, 75, graph=True), slow)
+    assert len(tapes) == 2, "the first has memory for 128 of 131 tokens"
+
+
+@torch.no_grad()
+def test_a_full_memory_doubles_and_a_graph_is_captured_anew(tapes):
+    model, ids = hybrid(["softmax_attention", "gated_deltanet"]), torch.randint(0, 31, (2, 150))
+    whole, state = model(ids).logits, model(ids[:, :50]).state
+    step, sizes = sampling.CapturedStep(model, ids[:, 50:51], state, 64), []
+    for t in range(50, 150):
+        found = step(ids[:, t : t + 1])
+        torch.testing.assert_close(found, whole[:, t], rtol=0, atol=1e-10)
+        sizes.append(step.state.layers[0].recurrent.k.shape[2])
+    assert sizes == [64] * 14 + [128] * 64 + [256] * 22 and len(tapes) == 3
+    state = step.state.layers[0].recurrent
+    assert state.filled.most == 150 and state.lengths.tolist() == [150, 150]
+
+
+@torch.no_grad()
+@hybrids
+def test_packed_prompts_go_on_in_place_each_for_itself(layers, tapes):
+    model, ids = hybrid(layers), torch.randint(0, 31, (1, 100))
+    bounds, new = [0, 3, 3, 90, 100], torch.randint(0, 31, (4, 8))  # the second prompt is empty
+    whole = [
+        model(torch.cat([ids[:, a:b], new[row : row + 1]], 1)).logits[0, b - a :]
+        for row, (a, b) in enumerate(itertools.pairwise(bounds))
+    ]
+    packed = model(ids, cu_seqlens=torch.tensor(bounds)).state
+    copied = ModelState(tuple(mapped(s, torch.clone) for s in packed.layers))
+    state, step = model.reserve(packed, 95), sampling.CapturedStep(model, new[:, :1], copied, 95)
+    for t in range(8):
+        out = model.step(new[:, t], state, in_place=True)
+        replayed = step(new[:, t : t + 1])
+        for row in range(4):
+            torch.testing.assert_close(out.logits[row], whole[row][t], rtol=0, atol=1e-10)
+            torch.testing.assert_close(replayed[row], whole[row][t], rtol=0, atol=1e-10)
+    kept = [x.clone() for layer in state.layers for x in tensors_of(layer)]
+    with pytest.raises(dsf.InputError, match="in_place=True is for a step"):  # one token each, but packed
+        model(new[:, :1].reshape(1, -1), state=state, cu_seqlens=torch.arange(5), in_place=True)
+    assert all(torch.equal(x, y) for x, y in zip(kept, [x for s in state.layers for x in tensors_of(s)], strict=True))
+
+
+@torch.no_grad()
+def test_threads_decode_one_model_each_its_own_sequences(tapes):
+    model = hybrid(["softmax_attention", "gated_deltanet", "sliding"])
+    prompts = [torch.randint(0, 31, (2, 9 + 20 * i)) for i in range(3)]
+    states = [model(ids).state for ids in prompts]
+    expected = [model.generate(ids, 60) for ids in prompts]
+    drawn = torch.randint(0, 31, (2, 30))
+    stepped = [model(torch.cat([ids, drawn], 1)).logits[:, ids.shape[1] :] for ids in prompts]
+
+    def decode_both(i):
+        with torch.no_grad():
+            state, steps = states[i], []
+            for t in range(30):
+                out = model.step(drawn[:, t], state, in_place=True)
+                state = out.state
+                steps.append(out.logits)
+            return model.generate(prompts[i], 60, graph=True), torch.stack(steps, 1)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(decode_both, range(3)))
+    for (tokens, logits), wanted, right in zip(found, expected, stepped, strict=True):
+        assert torch.equal(tokens, wanted)
+        torch.testing.assert_close(logits, right, rtol=0, atol=1e-10)
+    assert len(tapes) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_reserved_states_are_contiguous_and_stay(kind):
+    model, ids = model_of([kind]), torch.randint(0, 31, (3, 9))
+    state = model.reserve(model(ids[:, :8]).state, 20)
+    first = places(state)
+    assert all(x.is_contiguous() for x in tensors_of(state.layers[0]))
+    assert places(model.step(ids[:, 8], state, in_place=True).state) == first == places(model.reserve(state, 20))
 
 
 def test_a_graph_is_for_a_gpu():

@@ -182,7 +182,7 @@ def test_pieces_cut_anywhere_are_the_whole():
 
 def test_operators_pass_opcheck():
     from dsf.kernels.triton.layer import convolution_ops as ops
-    from dsf.kernels.triton.layer.norm_ops import gated_norm
+    from dsf.kernels.triton.layer.norm_ops import added_norm, gated_norm
 
     x, weight, bias, state = (t.float().requires_grad_() for t in given(2, 5, 8, 4, True, 2))
     options = (True, [4, 4], [4, 0], [0.5, 1.0])
@@ -195,6 +195,7 @@ def test_operators_pass_opcheck():
     y, gate, scale = (torch.randn(2, 3, 2, 8, requires_grad=True) for _ in range(3))
     rest = 8, True, False, False, 1e-5, torch.float32
     torch.library.opcheck(gated_norm, (y, gate, scale[0, 0, 0].detach(), *rest), test_utils=tests)
+    torch.library.opcheck(added_norm, (y, gate, scale[0, 0, 0].detach(), 1e-5, torch.float32), test_utils=tests)
 
 
 def test_compiled_whole_they_are_the_same():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 
 pytestmark = interpreted
 
@@ -109,3 +109,88 @@ def test_the_result_may_have_another_type_and_is_rounded_once(kinds):
     assert [x.dtype for x in own[1:]] == [given, given]
     for a, b in zip(own, wanted, strict=True):
         assert ((a.double() - b).norm() / b.norm()).item() < (1e-2 if torch.bfloat16 in (a.dtype, asked) else 1e-5)
+
+
+# The norm of a sum
+
+
+def drawn(shape, kinds, weighted=True):
+    """Leaves x, other and weight; other as a slice of something wider lies."""
+    x, weight, other = leaves_of(shape, weighted, True, torch.float64)
+    other = torch.cat([torch.zeros(*shape[:-1], 3, dtype=torch.float64), other], -1).to(kinds[1])[..., 3:]
+    found = [x.to(kinds[0]), other, None if weight is None else weight.to(kinds[2])]
+    return [None if y is None else y.detach().requires_grad_() for y in found]
+
+
+def pulled(run, leaves, which=(0, 1)):
+    """The sum and its norm, and gradients through those that are asked for."""
+    found = run(*leaves)
+    slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i, y in enumerate(found)]
+    loss = sum((found[i].double() * slopes[i].double()).sum() for i in which)
+    own = [x for x in leaves if x is not None]
+    return [*found, *torch.autograd.grad(loss, own, allow_unused=which == (0,))]
+
+
+def summed(x, other, weight):
+    total = x + other
+    return total, definition(total, weight, None, 1, False, "silu")
+
+
+SHAPES = [((1, 9, 20), True), ((2, 5, 48), True), ((3, 33), False), ((2, 3, 2, 8), True), ((1, 130, 40), True)]
+
+
+@pytest.mark.parametrize("which", [(0, 1), (1,), (0,)], ids=["both", "norm", "sum"])
+@pytest.mark.parametrize("shape, weighted", SHAPES, ids=str)
+def test_a_sum_and_its_norm_are_the_definitions(shape, weighted, which, monkeypatch):
+    from dsf.kernels.triton.layer import table
+
+    monkeypatch.setattr(table, "PROGRAMS", 2)
+    leaves = drawn(shape, [torch.float32] * 3, weighted)
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
+    wanted = pulled(summed, wide, which)
+    found = pulled(lambda *t: added_rms_norm(*t, backend="triton"), leaves, which)
+    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
+    assert_near(*zip(*pairs, strict=True), 1e-5)
+    assert [x is None for x in found] == [x is None for x in wanted]
+    exact = pulled(added_rms_norm, wide, which)
+    assert_near(*zip(*[(a, b) for a, b in zip(exact, wanted, strict=True) if b is not None], strict=True), 1e-12)
+    second, third = (pulled(lambda *t: added_rms_norm(*t, backend="triton"), leaves, which) for _ in range(2))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(second, third, strict=True))
+
+
+def test_a_sum_of_a_tensor_and_itself():
+    (x, _, weight), (y, _, scale) = (drawn((2, 7, 24), [dtype] * 3) for dtype in (torch.float32, torch.float64))
+    found = pulled(lambda x, w: added_rms_norm(x, x, w, backend="triton"), [x, weight])
+    assert_near(found, pulled(lambda x, w: summed(x, x, w), [y, scale]), 1e-5)
+
+
+KINDS = [  # of x, other, weight, and of the norm
+    (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16, torch.float16, torch.float16),
+]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_a_sum_is_rounded_once_and_its_norm_is_that_of_what_is_kept(kinds):
+    leaves = drawn((2, 16, 64), kinds)
+    found = pulled(lambda *t: added_rms_norm(*t, backend="triton", dtype=kinds[3]), leaves)
+    total = leaves[0] + leaves[1]
+    assert torch.equal(found[0], total) and [y.dtype for y in found] == [total.dtype, kinds[3], *kinds[:3]]
+    torch_form = pulled(lambda *t: added_rms_norm(*t, backend="torch", dtype=kinds[3]), leaves)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = pulled(lambda x, other, w: summed(x + (total.double() - x - other).detach(), other, w), wide)
+    for a, b, c in zip(found, wanted, torch_form, strict=True):
+        least = (b.to(a.dtype).double() - b).abs().mean()
+        assert (a.double() - b).abs().mean() <= 1.5 * least + 1e-6 * b.abs().mean()
+        assert a.dtype == c.dtype
+
+
+def test_sums_that_do_not_fit_are_refused():
+    x = torch.randn(2, 3, 8)
+    for other, weight in ((x[:, :2], None), (x[..., :1], None), (x, torch.ones(4))):
+        with pytest.raises(ValueError, match="sizes do not fit"):
+            added_rms_norm(x, other, weight)
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        added_rms_norm(x, x.double(), backend="triton")

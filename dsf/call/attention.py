@@ -24,7 +24,7 @@ from dsf.language.expr import KEY, Expr, const, inputs_of
 from dsf.language.operator import split_scale
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
-from dsf.torch.evaluate import Evaluator
+from dsf.torch.evaluate import Evaluator, number_of
 from dsf.torch.lower import apply_rule
 from dsf.triton.attention import attend
 
@@ -39,8 +39,8 @@ def run_attention(
     if plan.form == "naive" and bound.compute != torch.float64:
         wide = replace(bound, compute=torch.float64)
         y, final = run_attention(spec, wide, bounds, cache, plan)
-        kept = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
-        return y.to(bound.compute), KVCache(*final[:3], *kept)
+        bias, angle = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
+        return y.to(bound.compute), final._replace(bias=bias, angle=angle)
     timed = timed_inputs(spec, bound)
     if bounds is None:
         return _run(spec, bound, timed, cache, None, plan)
@@ -363,8 +363,7 @@ def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tens
         found[0] = None
     scale = 1.0
     if found[0] is not None:
-        number = Evaluator({query: torch.zeros((), dtype=torch.float64)}, bound.sizes.keys, bound.sizes.p)(factor)
-        scale = float(number)
+        scale = number_of(factor, bound.sizes.keys, bound.sizes.p)
     if any(x is None for x in found):
         rest = operands(spec, bound, timed)
         found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, (rest.a, rest.k, rest.v), strict=True)]

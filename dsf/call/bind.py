@@ -214,7 +214,10 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
             f"{spec.name}: initial_state must be a KVCache (keys and values so far), got {type(cache).__name__}"
         )
     places = cache.k.shape[2] if cache.k.dim() == 4 else 0
-    for name, (shape, dtype) in cache_layout(spec, bound, rows, places).items():
+    layout = cache_layout(spec, bound, rows, places)
+    if cache.filled is not None and layout["bias"][0] is None:
+        layout["bias"] = (rows, 1, places), bound.dtype
+    for name, (shape, dtype) in layout.items():
         x = getattr(cache, name)
         if (shape is None) is not (x is None):
             wanted = "none is expected" if shape is None else f"expected {list(shape)}"
@@ -230,7 +233,7 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
     if window is not None and places > window:
         raise InputError(f"{spec.name}: the KV cache has {places} places, expected at most the window's {window}")
     most = math.inf if places == window else places
-    known = bound.device.type == "meta" or is_appended(cache)
+    known = bound.device.type == "meta" or cache.filled is not None or is_appended(cache)
     if not known and not all(0 <= n <= most for n in cache.lengths.tolist()):
         raise InputError(
             f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "

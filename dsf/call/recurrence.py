@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from dsf.call import backwards, guard, packing
+from dsf.call import backwards, decode, guard, packing
 from dsf.call.attention import run_attention
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
@@ -110,6 +110,7 @@ class Recurrence:
         kernel forms have second derivatives; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
+        initial_state = decode.in_order(self.spec, initial_state)
         if any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in (*args, *kwargs.values())):
             how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "return_state": return_state, "form": form}
             how |= {"backend": backend, "parallel": parallel, "reverse": reverse}
@@ -237,7 +238,8 @@ class Recurrence:
     ) -> tuple[Tensor, FinalState]:  # fmt: skip
         """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
 
-        in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient.
+        in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient. A KVCache
+          without room for the token is copied to memory of twice its size, which later steps overwrite.
         backend: torch, triton or auto. reverse: True is refused.
 
         Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
@@ -260,10 +262,13 @@ class Recurrence:
         watch = guard.current() if guard.ON else None
         if watch is not None:
             watch.inputs(self.spec, bound, None, state)
-        if in_place and state is not None:
+        over = in_place and state is not None
+        if over and not self.spec.is_attention:
             y, final = self._overwrite(bound, state, plan), state
+        elif over and not torch.compiler.is_compiling():
+            y, final = decode.overwrite(self.spec, bound, state)
         else:
-            y, final = self._run(bound, None, state, plan)
+            y, final = self._run(bound, None, decode.in_order(self.spec, state), plan)
         y = y.to(bound.dtype)
         if watch is not None:
             watch.outputs(self.spec, bound, None, y, final)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from dsf.call.cost import CONVOLUTION
+from dsf.call.decode import in_order
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import Measure, Measures, compare, difference, same
 from dsf.checking.examples import Example, lengths, same_state
@@ -230,20 +231,22 @@ def reverse(subject: Subject, form: str, example: Example) -> Measures:
 
 
 def step(subject: Subject, form: str, example: Example) -> Measures:
-    """Decoding token by token with step() equals the sequence run whole."""
+    """Decoding token by token with step(), caches in place too, equals the sequence run whole."""
     timed = {name for name, kind in subject.kinds.items() if kind.time}
 
+    caches = subject.recurrence.spec.is_attention and form != KERNELS
+
     def tokens(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
-        outputs = []
+        outputs, options = [], {"in_place": caches and not torch.is_grad_enabled()}
         for t in range(example.tokens):
             now: dict[str, Any] = {name: x[:, t] if name in timed else x for name, x in inputs.items()}
-            y, state = subject.recurrence.step(state, backend=KERNELS if form == KERNELS else "auto", **now)
+            y, state = subject.recurrence.step(state, backend=KERNELS if form == KERNELS else "auto", **options, **now)
             outputs.append(y)
-        return torch.stack(outputs, dim=1), state
+        return torch.stack(outputs, dim=1), in_order(subject.recurrence.spec, state)
 
     if form != KERNELS:
         yield from _against_whole(subject, form, example, tokens)
-    elif subject.has_decode_kernel:  # it has no gradients
+    if caches or (form == KERNELS and subject.has_decode_kernel):  # what has no gradients
         inputs, start = subject.inputs(example), subject.state(example)
         p = subject.sizes(inputs).p
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.language.expr import ARITHMETIC, KEY, Expr, children_first
+from dsf.language.expr import ARITHMETIC, KEY, Expr, children_first, const
 from dsf.language.primitives import PRIMITIVES
 
 DISTURBANCE = 2.0**-26  # far above the rounding of float64, small enough for a linear response
@@ -24,6 +25,16 @@ def disturbed(seed: int, share: float = DISTURBANCE) -> Iterator[None]:
     token = _disturbing.set((torch.Generator().manual_seed(seed), share))
     try:
         yield
+    finally:
+        _disturbing.reset(token)
+
+
+@functools.lru_cache(maxsize=256)
+def number_of(x: Expr, keys: int, p: int) -> float:
+    """The value of an expression without inputs, undisturbed."""
+    token = _disturbing.set(None)
+    try:
+        return float(Evaluator({const(0): torch.zeros((), dtype=torch.float64)}, keys, p)(x))
     finally:
         _disturbing.reset(token)
 

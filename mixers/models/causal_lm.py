@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._states import reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_for, takes
@@ -74,14 +75,20 @@ class Block(nn.Module):
         turn: Turn | None = None,
         keep: bool = True,
         in_place: bool = False,
-    ) -> tuple[Tensor, Any]:
+        late: Tensor | None = None,
+        open_ended: bool = False,
+    ) -> tuple[Any, Any]:
         """x: [B, T, d_model] -> (the same shape, the mixer's state or None).
 
-        turn: the rotation, if the mixer takes one. in_place: a decode step writes into the state's memory.
+        turn: the rotation, if the mixer takes one. in_place: a decode step writes into the state's memory. late: what
+        is still to be added to x, by the launch of its norm; open_ended: return (x, what is to be added to it) for the
+        next block, in place of x.
         """
-        mixed, state = self._mix(self.mixer_norm(x), state, cu_seqlens, turn, keep, in_place)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        x, y = (x, self.mixer_norm(x)) if late is None else self.mixer_norm.added(x, late)
+        mixed, state = self._mix(y, state, cu_seqlens, turn, keep, in_place)
+        x, y = self.mlp_norm.added(x, mixed)
+        late = self.mlp(y)
+        return ((x, late) if open_ended else x + late), state
 
     def _mix(
         self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool, in_place: bool
@@ -122,8 +129,10 @@ class Backbone(nn.Module):
         if state is not None:
             check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
-        after = []
-        for i, block in enumerate(self._blocks()):
+        after, late, blocks = [], None, list(self._blocks())
+        whole = any(b._forward_hooks or (self.training and b.gradient_checkpointing) for b in blocks)
+        open_ended = hidden is None and not whole and self.norm.sums(x)
+        for i, block in enumerate(blocks):
             before = None if state is None else state.layers[i]
             if hidden is not None:
                 hidden.append(x)
@@ -135,10 +144,12 @@ class Backbone(nn.Module):
                 turn = turns[kind] = turns.get(kind) or block.mixer.turns(x, before, cu_seqlens)
             if self.training and block.gradient_checkpointing:
                 x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep, in_place)
+            elif open_ended:
+                (x, late), new = block(x, before, cu_seqlens, turn, keep, in_place, late, True)
             else:
                 x, new = block(x, before, cu_seqlens, turn, keep, in_place)
             after.append(new)
-        x = self.norm(x)
+        x = self.norm(x) if late is None else self.norm.added(x, late)[1]
         if hidden is not None:
             hidden.append(x)
         return x, ModelState(tuple(after)) if keep else None
@@ -251,14 +262,22 @@ class CausalLM(nn.Module):
         """One more token of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state.
 
         in_place: the new state takes the memory of `state`, which then holds nothing older: no copy of the states, and
-        addresses that a CUDA graph can read. Caches of keys and values have their own memory in any case. Without a
-        state there is nothing to overwrite. Raises InputError for ids of another shape.
+        addresses that a CUDA graph can read. Attention's keys and values move to memory of twice the size where theirs
+        is full, and in the first such step, unless `reserve` made room. Without a state there is nothing to overwrite.
+        Raises InputError for ids of another shape.
         """
         if ids.dim() != 1:
             raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
         found = self(ids.unsqueeze(1), state=state, in_place=in_place and state is not None)
         assert found.logits is not None  # without labels
         return CausalOutput(found.logits[:, 0], None, found.state)
+
+    def reserve(self, state: ModelState, tokens: int) -> ModelState:
+        """The state with attention's keys and values in memory for `tokens` of a sequence in all, where steps with
+        in_place=True leave them; other states are contiguous. Raises InputError for a state of another model."""
+        check_state(state, len(self.model.layers), None)
+        pairs = zip(self.model._blocks(), state.layers, strict=True)
+        return ModelState(tuple(reserved(block.mixer, s, tokens) for block, s in pairs))
 
     def generate(
         self,

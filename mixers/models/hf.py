@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._beside import lay_all
 from dsf.mixers._own import Owner
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
@@ -145,6 +146,13 @@ class DsfPreTrainedModel(PreTrainedModel):
             name = type(self).__name__
             raise InputError(f"{name} takes a DsfConfig, got ModelConfig; DsfConfig.of(config) makes one of it")
         super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; weights that a token passes at once then lie beside each other again."""
+        found = super().from_pretrained(*args, **kwargs)
+        lay_all(found[0] if isinstance(found, tuple) else found)
+        return found
 
     def post_init(self) -> None:
         """transformers' `post_init`, the last line of constructors."""
@@ -358,12 +366,12 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, **after)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
-        """Use `DsfCache` for all mixers; `cache_implementation="static"` keeps the states' memory in place."""
+        """Use `DsfCache` for all mixers, whose steps overwrite the states."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static", "hybrid"):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = DsfCache(self.config, static=kind in ("static", "hybrid"))
+            model_kwargs[CACHE] = DsfCache(self.config, static=True)  # nobody else holds these states
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Packing
-from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.mixers._beside import lay, outputs
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
 
+LIGER_NORM = ("rms_norm", "LigerRMSNormFunction")
 IGNORED = -100  # the label of tokens without a target
 PIECE = 1 << 28  # bytes of float32 logits that are in memory at once
 
@@ -44,7 +47,8 @@ def _kernel(module: str, name: str, x: Tensor) -> Any:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMS norm over the last axis; on CUDA one launch that reads x and writes what matrix products take."""
+    """torch's RMS norm over the last axis; on CUDA one launch that reads x and writes what matrix products take, and
+    which may add to the residual stream before."""
 
     def __init__(self, width: int, eps: float):
         super().__init__(width, eps=eps)
@@ -53,12 +57,16 @@ class RMSNorm(nn.RMSNorm):
         """Declare the norm whole on every rank."""
         to.whole()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway."""
-        kind = x.device.type
-        lower = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if lower else torch.promote_types(x.dtype, self.weight.dtype)
-        kernel = _kernel("rms_norm", "LigerRMSNormFunction", x)
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway.
+
+        With `other` of x's shape (`added` says where that is one launch): (x + other, the norm of that).
+        """
+        dtype = self._result(x)
+        if other is not None:
+            assert self.eps is not None
+            return added_rms_norm(x, other, self.weight, self.eps, dtype=self._result(x, other))
+        kernel = _kernel(*LIGER_NORM, x)
         if kernel is not None:
             # offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
             return kernel.apply(x, self.weight, self.eps, 0.0, "llama", False).to(dtype)
@@ -66,6 +74,24 @@ class RMSNorm(nn.RMSNorm):
             assert self.eps is not None
             return gated_rms_norm(x, self.weight, eps=self.eps, dtype=dtype)
         return super().forward(x).to(dtype)
+
+    def _result(self, *given: Tensor) -> torch.dtype:
+        kind = given[0].device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return functools.reduce(torch.promote_types, (x.dtype for x in given), self.weight.dtype)
+
+    def added(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + other, the norm of that), by one launch on CUDA unless liger-kernel or own hooks take part."""
+        if self.sums(x, other):
+            return self(x, other)
+        total = x + other
+        return total, self(total)
+
+    def sums(self, *given: Tensor) -> bool:
+        """Whether `added` of these is one launch."""
+        alone = not (self._forward_hooks or self._forward_pre_hooks) and _kernel(*LIGER_NORM, given[0]) is None
+        return alone and _fuses(*given, self.weight)
 
 
 class SwiGLU(nn.Module):
@@ -76,6 +102,17 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(d_model, hidden, bias=False)
         self.up_proj = nn.Linear(d_model, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, d_model, bias=False)
+        lay(self.maps_beside())
+
+    def maps_beside(self) -> list[nn.Module]:
+        """The maps of x."""
+        return [self.gate_proj, self.up_proj]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """torch's `_apply`; the weights that a token passes at once stay beside each other."""
+        super()._apply(fn, recurse)
+        lay(self.maps_beside())
+        return self
 
     def cut(self, to: Cuts) -> None:
         """Declare a rank's part of the hidden channels (`dsf.parallel.HeadShard`)."""
@@ -85,7 +122,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        found = outputs(x, self.maps_beside())
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if found is None else found
         kernel = _kernel("swiglu", "LigerSiLUMulFunction", gate)
         if kernel is not None:
             return self.down_proj(kernel.apply(gate, up))

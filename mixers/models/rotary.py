@@ -40,17 +40,18 @@ def positions_of(
 
 
 def rotation(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, width / 2] in float32 of the angles position · base^(-2i / width) (Su et al., 2104.09864)."""
+    """cos and sin [B, T, width] in float32 of the angles position · base^(-2i / width) (Su et al., 2104.09864) for both
+    entries of pair i; the first one's sin is negated, as `rotate` takes it."""
     rates = base ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / -width)
     angles = positions[..., None].to(torch.float32) * rates
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn entry i against entry i + N/2 of x [B, T, H, N] by the angles of cos, sin [B, T, N/2]; dtype of x."""
-    first, second = x.chunk(2, dim=-1)
+    """Turn entry i against entry i + N/2 of x [B, T, H, N] by `rotation`'s cos, sin [B, T, N]; dtype of x."""
     c, s = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
-    return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+    return torch.addcmul(x * c, x.roll(x.shape[-1] // 2, dims=-1), s)
 
 
 def _past(state: MixerState | None) -> Tensor | None:
@@ -80,10 +81,19 @@ class RotaryAttention(SoftmaxAttention):
         cu_seqlens: Tensor | Packing | None = None,
         parallel: World | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The rotation of the tokens of x [B, T, d_model] that come after `state`; layers of a model may share it.
+        """The rotation of the tokens of x [B, T, d_model] that come after `state`, in the dtype of q and k; layers of a
+        model may share it.
 
         parallel: the ranks that share the tokens (the attached ones unless given).
         """
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        cos, sin = rotation(self._positions(x, state, cu_seqlens, parallel), self.dims[1], self.rope_base)
+        return cos.to(dtype), sin.to(dtype)
+
+    def _positions(
+        self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, parallel: World | None
+    ) -> Tensor:
         past = _past(state)
         world = self.parallel if parallel is None else parallel
         if world is not None:
@@ -93,17 +103,20 @@ class RotaryAttention(SoftmaxAttention):
             agree_layer(world, self, x, state, cu_seqlens)
             places = places_of(world, x, cu_seqlens, True)
             if places is not None:
-                return rotation(places.positions(past), self.dims[1], self.rope_base)
-        positions = positions_of(x.shape[0], x.shape[1], x.device, past, tensor_of(cu_seqlens, x.device))
-        return rotation(positions, self.dims[1], self.rope_base)
+                return places.positions(past)
+        return positions_of(x.shape[0], x.shape[1], x.device, past, tensor_of(cu_seqlens, x.device))
 
     def arguments(
         self, u: Tensor, side: Side, span: Span, cos: Tensor | None = None, sin: Tensor | None = None
     ) -> dict[str, Tensor]:
         inputs = super().arguments(u, side, span)
-        if cos is not None and sin is not None:
-            inputs |= {name: rotate(inputs[name], cos, sin) for name in ("q", "k")}
-        return inputs
+        q, k = inputs["q"], inputs["k"]
+        if cos is None or sin is None:
+            return inputs
+        if u.shape[1] == 1:  # launches are what a token costs, not the copy
+            q, k = rotate(torch.cat([q, k], dim=2), cos, sin).split([q.shape[2], k.shape[2]], dim=2)
+            return inputs | {"q": q, "k": k}
+        return inputs | {"q": rotate(q, cos, sin), "k": rotate(k, cos, sin)}
 
     def forward(
         self,
@@ -139,9 +152,9 @@ class RotaryAttention(SoftmaxAttention):
     def step(
         self, x: Tensor, state: MixerState | None = None, *, in_place: bool = False, **tokens: Tensor
     ) -> tuple[Tensor, MixerState]:
-        """As `Mixer.step`; cos, sin [B, N/2]: a rotation that is known already."""
+        """As `Mixer.step`; cos, sin [B, N]: a rotation that is known already (`turns`, without the token axis)."""
         if "cos" not in tokens:
-            cos, sin = rotation(positions_of(x.shape[0], 1, x.device, _past(state)), self.dims[1], self.rope_base)
+            cos, sin = self.turns(x.unsqueeze(1), state)
             tokens = {**tokens, "cos": cos.squeeze(1), "sin": sin.squeeze(1)}
         return super().step(x, state, in_place=in_place, **tokens)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dsf.language.errors import InputError
-from dsf.mixers._states import is_cache
+from dsf.mixers._states import caches_of, most_of, overwritten, room_of
 from dsf.mixers.models.states import ModelState, tensors_of
 
 if TYPE_CHECKING:
     from dsf.mixers.models.causal_lm import CausalLM
+
+RUNS = 3  # of a step, until it is captured
+READ = 1024  # places of keys and values that a captured step reads at least, where so many tokens are to come
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
@@ -27,46 +30,69 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
+def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], object], Tensor]:
+    """(a replay of what `step` launches, the tensor that it writes). `step` runs twice before it is captured: that
+    compiles kernels and remembers what it made. Raises InputError on a CPU."""
+    if device.type != "cuda":
+        raise InputError("graph=True captures a CUDA graph, and the ids are not on a GPU")
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(RUNS - 1):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on meanwhile
+            found = step()
+    return graph.replay, found
+
+
 class CapturedStep:
     """A model's decode step as a CUDA graph, one launch for the host: it reads a token of each sequence and overwrites
     the states.
 
-    token: [B, 1]. state: a `ModelState`, which the graph overwrites from its first call on. Raises InputError on a CPU,
-    and for keys and values, whose memory grows.
+    token: [B, 1]. state: a `ModelState`, which the graph overwrites from its first call on, but for attention's keys
+    and values: these are copied to memory for `tokens` of a sequence, all of which a step reads. Where it is full they
+    move to memory of twice the size, and a graph is captured anew. Raises InputError on a CPU, and for states whose
+    memory grows in another way.
     """
 
-    def __init__(self, model: CausalLM, token: Tensor, state: ModelState):
-        if not token.is_cuda:
-            raise InputError("graph=True captures a CUDA graph, and the ids are not on a GPU")
-        if any(map(is_cache, pytree.tree_leaves(list(state.layers), is_leaf=is_cache))):
-            raise InputError(
-                "graph=True needs states of fixed size; keys and values of attention grow with every token"
-            )
-        parts = tensors_of(list(state.layers))
-        self.token, kept = token.clone(), [x.clone() for x in parts]
-        with torch.cuda.device(token.device):
-            self._capture(model, state, parts)
-        for x, y in zip(parts, kept, strict=True):
-            x.copy_(y)
+    def __init__(self, model: CausalLM, token: Tensor, state: ModelState, tokens: int = 0):
+        self.model, self.token = model, token.clone()
+        self._capture(state, tokens)
 
-    def _capture(self, model: CausalLM, state: ModelState, parts: list[Tensor]) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles, and remembers what it made
-            after = [model(self.token, state=state, in_place=True).state for _ in range(2)][-1]
-        torch.cuda.current_stream().wait_stream(side)
-        assert after is not None
-        assert all(x is y for x, y in zip(parts, tensors_of(list(after.layers)), strict=True))
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            logits = model(self.token, state=state, in_place=True).logits
-        assert logits is not None
-        self.logits = logits[:, -1]
+    def _capture(self, state: ModelState, tokens: int) -> None:
+        mixers = [block.mixer for block in self.model.model._blocks()]
+        self.state = self.model.reserve(state, max(tokens, *(most_of(s) + RUNS for s in state.layers)))
+        self.counts = [c.filled for s in self.state.layers for c in caches_of(s) if c.filled is not None]
+        if len(self.counts) < sum(len(caches_of(s)) for s in self.state.layers):
+            raise InputError("graph=True needs states of fixed size; a layer keeps keys and values that grow otherwise")
+        before = [(count, count.most) for count in self.counts]
+        kept = [(x, x.clone()) for s in self.state.layers for x in overwritten(s, RUNS)]
+        self.replay, self.logits = captured(self._step, self.token.device)
+        for x, y in kept:
+            x.copy_(y)
+        for count, most in before:
+            count.most = most
+        self.left = min(room_of(m, s) for m, s in zip(mixers, self.state.layers, strict=True))
+
+    def _step(self) -> Tensor:
+        out = self.model(self.token, state=self.state, in_place=True)
+        assert out.logits is not None and out.state is not None
+        pairs = zip(tensors_of(list(self.state.layers)), tensors_of(list(out.state.layers)), strict=True)
+        assert all(x is y for x, y in pairs)
+        return out.logits[:, -1]
 
     def __call__(self, token: Tensor) -> Tensor:
         """Logits [B, V] after token [B, 1], in memory that the next call overwrites."""
+        if self.left < 1:
+            self._capture(self.state, 2 * max(most_of(s) for s in self.state.layers))
         self.token.copy_(token)
-        self.graph.replay()
+        self.replay()
+        self.left -= 1
+        for count in self.counts:
+            count.most += 1
         return self.logits
 
 
@@ -83,9 +109,9 @@ def sample(
     """`n` more tokens after each of ids [B, T]: int64 [B, T + n], in eval mode, whatever mode the model is in.
 
     temperature: divides the logits; 0 takes the likeliest. top_k: only so many of the likeliest can be drawn. graph:
-    all tokens but the first come from a CUDA graph of one step, captured in this call.
-    Raises InputError for a negative n or temperature, for top_k below 1, and for graph=True on a CPU or beside
-    attention, whose cache grows.
+    all tokens but the first come from a CUDA graph of one step, captured in this call, and again where attention's keys
+    and values have doubled. Raises InputError for a negative n or temperature, for top_k below 1, and for graph=True on
+    a CPU.
     """
     if n < 0:
         raise InputError(f"n = {n}: expected a number of tokens")
@@ -99,12 +125,14 @@ def sample(
         found, state, last, step = [ids], None, ids, None
         for _ in range(n):
             if graph and state is not None:
-                step = step or CapturedStep(model, last, state)
+                step = step or CapturedStep(model, last, state, min(ids.shape[1] + n, max(READ, 2 * ids.shape[1])))
                 logits = step(last)
             else:
                 out = model(last, state=state, in_place=state is not None)  # nobody else holds these states
                 assert out.logits is not None
-                logits, state = out.logits[:, -1], out.state
+                assert out.state is not None
+                logits, first = out.logits[:, -1], state is None
+                state = model.reserve(out.state, ids.shape[1] + n) if first and not graph else out.state
             last = choose(logits, temperature, top_k, generator).unsqueeze(1).to(ids.dtype)
             found.append(last)
         return torch.cat(found, dim=1)

@@ -61,8 +61,7 @@ class Kept:
     """A mixer's state of any kind between calls, and its number of tokens.
 
     static: later states take the memory of the first, where a captured graph reads them: decode steps write there, what
-    other calls return is copied. But not attention's keys and values, which no graph captures and which have their own
-    memory (`dsf.KVCache`).
+    other calls return is copied. Attention's keys and values move in the first step, and where their memory is full.
     """
 
     def __init__(self, static: bool = False) -> None:
@@ -94,14 +93,14 @@ def same_shapes(one: Any, other: Any) -> bool:
     ]
 
 
-def check_state(state: Any, layers: int, sequences: int) -> None:
-    """Raise InputError for a state of another model or batch."""
+def check_state(state: Any, layers: int, sequences: int | None) -> None:
+    """Raise InputError for a state of another model or batch (None: of any)."""
     if not isinstance(state, ModelState):
         raise InputError(f"state is of type {type(state).__name__}, expected the .state of an earlier call")
     if len(state) != layers:
         raise InputError(f"the state is of a model of {len(state)} layers, this one has {layers}")
     rows = rows_of(state.layers[0]) if layers else None
-    if rows is not None and rows != sequences:
+    if None not in (rows, sequences) and rows != sequences:
         raise InputError(f"the state holds {rows} sequences, the call has {sequences}")
 
 

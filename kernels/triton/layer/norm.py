@@ -1,4 +1,4 @@
-"""RMS norm of groups of contiguous numbers, with a gate before or after it, and its gradients.
+"""RMS norm of groups of contiguous numbers, of a sum of two tensors, with a gate before or after it; its gradients.
 
 Groups are rows of a tile, their numbers on lanes. A token has `inner` groups for each of `ways` weights: heads that
 share a weight are groups of one way; parts of a channel axis with separate weights are ways. The backward pass needs
@@ -34,13 +34,14 @@ def _gate(g, SIGMOID: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def norm_forward(
-    x, x_batch, x_stride, gate, g_batch, g_stride, weight, out, T, rows, eps,
+    x, x_batch, x_stride, gate, g_batch, g_stride, weight, out, more, T, rows, eps,
     inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, ways · inner · GROUP], contiguous: grid (ways · rows / R), rows = B · T · inner.
 
-    FIRST: the gate comes before the norm. weight [ways · GROUP]; it and gate may be None.
+    FIRST: the gate comes before the norm. weight [ways · GROUP]; it and gate may be None. more: None, or (a tensor that
+    is added to x first, its strides of batch and time, the sum, which lies as out does).
     """
     way = tl.program_id(0) % ways
     r = tl.program_id(0) // ways * R + tl.arange(0, R)
@@ -48,6 +49,14 @@ def norm_forward(
     ok = (r < rows)[:, None] & (c < GROUP)
     at = x + _where(x_batch, x_stride, r, c, way, T, inner, GROUP)
     y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    if more is not None:
+        other, o_batch, o_stride, total = more
+        at = other + _where(o_batch, o_stride, r, c, way, T, inner, GROUP)
+        y += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        summed = y.to(total.dtype.element_ty)
+        at = total + _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, GROUP)
+        tl.store(at, summed, mask=ok)
+        y = summed.to(tl.float32)  # the norm is that of what is kept
     value = tl.full((R, W), 1.0, tl.float32)
     if gate is not None:
         at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
@@ -66,14 +75,14 @@ def norm_forward(
 
 @triton.jit(do_not_specialize=["T", "rows", "tiles"])
 def norm_backward(
-    dy, d_batch, d_stride, of_x, of_gate, weight, outs, T, rows, tiles, eps,
+    dy, d_batch, d_stride, of_x, of_gate, weight, outs, more, T, rows, tiles, eps,
     inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """dx, dgate, contiguous, and a row of sums for the weight from each program of `tiles` tiles.
 
     of_x, of_gate: (tensor, strides of batch and time). outs: dx, dgate or None, sums [programs / ways, ways · GROUP] or
-    None. Grid (ways · rows / R / tiles).
+    None. more: None, or as of_x a gradient of x that is known already. Grid (ways · rows / R / tiles).
     """
     x, x_batch, x_stride = of_x
     gate, g_batch, g_stride = of_gate
@@ -113,6 +122,10 @@ def norm_backward(
         if gate is not None and FIRST:
             tl.store(dgate + own, (d * y * slope).to(dgate.dtype.element_ty), mask=ok)
             d *= value
+        if more is not None:
+            other, o_batch, o_stride = more
+            at = other + _where(o_batch, o_stride, r, c, way, T, inner, GROUP)
+            d += tl.load(at, mask=ok, other=0.0).to(tl.float32)
         tl.store(dx + own, d.to(dx.dtype.element_ty), mask=ok)
     if sums is not None:
         to = sums + part.to(tl.int64) * (ways * GROUP) + way * GROUP + tl.arange(0, W)

@@ -1,4 +1,4 @@
-"""Norm and gate as custom operators: one launch forward; backward one, and one for the weight's gradient."""
+"""Norm and gate, and norm of a sum, as operators: one launch; backward one, and one for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -54,15 +54,32 @@ def _of(x: Tensor | None) -> tuple[Any, ...]:
 
 def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
     out = x.new_empty(x.shape, dtype=options[5])
+    _launch(x, gate, weight, out, None, options)
+    return out
+
+
+def _added(x: Tensor, other: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, other.dtype))
+    out = x.new_empty(x.shape, dtype=dtype)
+    _launch(x, None, weight, out, (*_of(_flat(other)), total), _of_sum(x, eps, dtype))
+    return total, out
+
+
+def _of_sum(x: Tensor, eps: float, dtype: torch.dtype) -> Options:
+    return x.shape[-1], True, False, False, eps, dtype
+
+
+def _launch(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, out: Tensor, more: tuple[Any, ...] | None, options: Options
+) -> None:
     x, gate, weight = _flat(x), None if gate is None else _flat(gate), None if weight is None else weight.contiguous()
     shape = _groups(x, weight, options[0], options[1])
     rows = x.shape[0] * x.shape[1] * shape[1]
     tile = table.norm(shape[0], rows, shape[2], False)
     launch(
-        norm_forward, (shape[2] * -(-rows // tile[1]),), *_of(x), *_of(gate), weight, out, x.shape[1], rows, options[4],
-        **_settings(options, shape, tile),
+        norm_forward, (shape[2] * -(-rows // tile[1]),), *_of(x), *_of(gate), weight, out, more, x.shape[1], rows,
+        options[4], **_settings(options, shape, tile),
     )  # fmt: skip
-    return out
 
 
 def _room(x: Tensor, gate: Tensor | None, weight: Tensor | None) -> list[Tensor]:
@@ -70,6 +87,19 @@ def _room(x: Tensor, gate: Tensor | None, weight: Tensor | None) -> list[Tensor]
 
 
 def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> list[Tensor]:
+    return _pull(dy, None, x, gate, weight, options)
+
+
+def _added_backward(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> list[Tensor]:
+    return _pull(dy, dtotal, total, None, weight, _of_sum(total, eps, dtype))
+
+
+def _pull(
+    dy: Tensor, known: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Any
+) -> list[Tensor]:
+    """The gradients of x (with what is known of it added), gate and weight, those that there are."""
     weight = None if weight is None else weight.contiguous()
     room = _room(x, gate, weight)
     outs = iter(room)
@@ -82,8 +112,9 @@ def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None,
     if weight is not None:
         sums = x.new_empty(parts, weight.numel(), dtype=torch.float32)
     launch(
-        norm_backward, (shape[2] * parts,), *_of(dy), _of(x), _of(gate), weight, (dx, dgate, sums), x.shape[1], rows,
-        tile[3], options[4], **_settings(options, shape, tile),
+        norm_backward, (shape[2] * parts,), *_of(dy), _of(x), _of(gate), weight, (dx, dgate, sums),
+        None if known is None else _of(_flat(known)), x.shape[1], rows, tile[3], options[4],
+        **_settings(options, shape, tile),
     )  # fmt: skip
     if sums is not None:
         size = sums.shape[1]
@@ -115,9 +146,44 @@ def _differentiable(x: Tensor, gate: Tensor | None, weight: Tensor | None, *opti
     return _Differentiable.apply(options, x, gate, weight)
 
 
+class _DifferentiableSum(torch.autograd.Function):
+    """The same of the norm of a sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, other: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            total, out = added_norm(x, other, weight, eps, dtype)
+        ctx.save_for_backward(total, weight)
+        ctx.options, ctx.kinds = (eps, dtype), (x.dtype, other.dtype)
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_order(WAY_OUT)
+        total, weight = ctx.saved_tensors
+        if dy is None:
+            found = [dtotal, None]
+        else:
+            found = [*added_norm_backward(dy, dtotal, total, weight, *ctx.options), None]
+        of_x, of_other = (None if found[0] is None else found[0].to(kind) for kind in ctx.kinds)
+        return of_x, of_other, found[1], None, None
+
+
+def _differentiable_sum(*args: Any) -> Any:
+    return _DifferentiableSum.apply(*args)
+
+
 _GIVEN = (
     "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps, "
     "ScalarType dtype"
 )
 gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable)
 gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)
+_LAST = "Tensor? weight, float eps, ScalarType dtype"
+added_norm = operator(f"added_norm(Tensor x, Tensor other, {_LAST}) -> (Tensor, Tensor)", _added, _differentiable_sum)
+added_norm_backward = operator(
+    f"added_norm_backward(Tensor dy, Tensor? dtotal, Tensor total, {_LAST}) -> Tensor[]", _added_backward
+)

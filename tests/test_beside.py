@@ -1,0 +1,157 @@
+"""Weights of maps of one input, behind each other in memory: one product a token, and parameters like any other."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from dsf import mixers
+from dsf.mixers._beside import outputs
+from dsf.mixers.models.parts import SwiGLU
+from dsf.models import CausalLM, ModelConfig
+
+LAYERS = {  # products of a token, beside each other and not
+    "gated_deltanet": (mixers.GatedDeltaNet, 2, 4), "deltanet": (mixers.DeltaNet, 2, 3), "gla": (mixers.GLA, 4, 5),
+    "softmax_attention": (mixers.SoftmaxAttention, 2, 4), "retnet": (mixers.RetNet, 2, 3),
+}  # fmt: skip
+each = pytest.mark.parametrize("kind", LAYERS)
+
+
+class Products(TorchFunctionMode):
+    """Counts linear maps."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is nn.functional.linear
+        return function(*args, **(kwargs or {}))
+
+
+def stepped(layer, x):
+    """(the last token's output after a prompt, the products that it took)."""
+    with torch.no_grad():
+        _, state = layer(x[:, :-1])
+        with Products() as products:
+            y, _ = layer.step(x[:, -1], state)
+    return y, products.count
+
+
+def made(kind, **options):
+    torch.manual_seed(0)
+    layer = LAYERS[kind][0](32, n_heads=2, **options).double()
+    return layer, torch.randn(2, 5, 32, dtype=torch.float64)
+
+
+@each
+def test_a_token_takes_one_product_of_maps_beside_each_other(kind):
+    (layer, x), (_, few, many) = made(kind), LAYERS[kind]
+    with torch.no_grad():
+        whole = layer(x)[0][:, -1]
+    for one in (layer, copy.deepcopy(layer)):  # a copy's weights lie apart
+        y, products = stepped(one, x)
+        assert products == (few if one is layer else many)
+        torch.testing.assert_close(y, whole, rtol=0, atol=1e-12)
+    again, products = stepped(copy.deepcopy(layer).float().double(), x)  # moved, they lie beside each other again
+    assert products == few
+    torch.testing.assert_close(again, whole, rtol=0, atol=1e-6)
+
+
+@each
+def test_weights_beside_each_other_are_trained_saved_and_loaded_like_any_other(kind, tmp_path):
+    (layer, x), few = made(kind), LAYERS[kind][1]
+    apart = copy.deepcopy(layer)
+    for one in (layer, apart):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(x)[0].square().sum().backward()
+            optimizer.step()
+    for (name, p), q in zip(layer.named_parameters(), apart.parameters(), strict=True):
+        assert p.is_leaf and p.is_contiguous() and torch.equal(p.grad, q.grad) and torch.equal(p, q), name
+    y, products = stepped(layer, x)  # reads what was trained
+    assert products == few
+    torch.testing.assert_close(y, stepped(apart, x)[0], rtol=0, atol=1e-12)
+    torch.save(layer.state_dict(), tmp_path / "weights.pt")
+    for assign in (False, True):
+        fresh = made(kind)[0]
+        fresh.load_state_dict(torch.load(tmp_path / "weights.pt"), assign=assign)
+        torch.testing.assert_close(stepped(fresh, x)[0], y, rtol=0, atol=1e-12)
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(layer.state_dict(), tmp_path / "weights.safetensors")
+    kept = safetensors.load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(kept[name], value) for name, value in layer.state_dict().items())
+
+
+STEPPED = [e for e in mixers.ZOO if hasattr(e.module, "step")]
+
+
+@pytest.mark.parametrize("entry", STEPPED, ids=lambda e: e.name)
+def test_every_layer_s_token_is_that_of_weights_apart(entry):
+    torch.manual_seed(0)
+    layer, x = entry.module(d_model=32).double(), torch.randn(2, 4, 32, dtype=torch.float64)
+    y, products = stepped(layer, x)
+    other, apart = stepped(copy.deepcopy(layer), x)
+    torch.testing.assert_close(y, other, rtol=0, atol=1e-12)
+    maps = layer.maps_beside()
+    small = isinstance(layer, mixers.GatedDeltaNet)  # two small maps share a product in any case
+    assert apart - products == (len(maps) - 1 - small if outputs_of(layer) else 0)
+    assert outputs_of(layer) == (len(maps) > 1 and all(m.bias is None for m in maps))
+
+
+def outputs_of(layer):
+    with torch.no_grad():
+        return outputs(torch.zeros(1, 1, 32, dtype=torch.float64), layer.maps_beside()) is not None
+
+
+def test_maps_that_are_wrapped_hooked_or_replaced_are_called():
+    layer, x = made("softmax_attention")
+    expected, calls = stepped(layer, x)[0], []
+    handle = layer.k_proj.register_forward_hook(lambda *_: calls.append("hook"))
+    assert torch.equal(stepped(layer, x)[0], expected) and len(calls) == 2
+    handle.remove()
+    plain, layer.q_proj = layer.q_proj, nn.Sequential(layer.q_proj)
+    assert stepped(layer, x)[1] == 4
+    layer.q_proj = plain
+    assert stepped(layer, x)[1] == 2
+    with torch.no_grad():
+        layer.v_proj.weight = nn.Parameter(2 * layer.v_proj.weight)
+        twice, products = stepped(layer, x)
+        assert products == 4
+    torch.testing.assert_close(twice, 2 * expected, rtol=0, atol=1e-12)
+
+
+def test_weights_that_cannot_lie_beside_each_other_are_multiplied_one_by_one():
+    token = torch.randn(1, 1, 3)
+    with torch.no_grad():
+        odd = SwiGLU(3, 5)  # rows of 12 bytes
+        assert outputs(token, (odd.gate_proj, odd.up_proj)) is None and odd(token).shape == (1, 1, 3)
+        biased = mixers.SoftmaxAttention(32, n_heads=2, bias=True)
+        assert outputs(torch.randn(1, 1, 32), biased.maps_beside()) is None
+        plain = mixers.SoftmaxAttention(32, n_heads=2)
+        x = torch.randn(1, 1, 32)
+        assert outputs(x, plain.maps_beside()) is not None and outputs(x.expand(1, 2, 32), plain.maps_beside()) is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert outputs(x, plain.maps_beside()) is None
+    assert outputs(x, plain.maps_beside()) is None  # with gradients
+    meta = mixers.SoftmaxAttention(32, n_heads=2, device="meta")
+    with torch.no_grad():
+        assert outputs(x, meta.maps_beside()) is None
+        empty = meta.to_empty(device="cpu")
+        empty.load_state_dict(plain.state_dict())
+        for a, b in zip(outputs(x, empty.maps_beside()), outputs(x, plain.maps_beside()), strict=True):
+            assert torch.equal(a, b)
+    shared = mixers.SoftmaxAttention(32, n_heads=2).share_memory()
+    assert all(p.is_shared() for p in shared.parameters())
+
+
+def test_a_model_s_token_takes_two_products_of_its_mlp():
+    config = ModelConfig(vocab_size=31, d_model=32, n_layers=1, n_heads=2, mixers=["ssd"], tie_embeddings=False)
+    for model in (CausalLM(config).eval(), copy.deepcopy(CausalLM(config)).eval()):
+        with torch.no_grad():
+            state = model(torch.randint(0, 31, (2, 5))).state
+            with Products() as products:
+                model.step(torch.randint(0, 31, (2,)), state)
+        assert products.count in (5, 6)  # 2 of SSD, the head
+    assert products.count == 6
