@@ -237,7 +237,8 @@ def step(subject: Subject, form: str, example: Example) -> Measures:
     caches = subject.recurrence.spec.is_attention and form != KERNELS
 
     def tokens(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
-        outputs, options = [], {"in_place": caches and not torch.is_grad_enabled()}
+        outputs: list[Tensor] = []
+        options: dict[str, Any] = {"in_place": caches and not torch.is_grad_enabled()}
         for t in range(example.tokens):
             now: dict[str, Any] = {name: x[:, t] if name in timed else x for name, x in inputs.items()}
             y, state = subject.recurrence.step(state, backend=KERNELS if form == KERNELS else "auto", **options, **now)

@@ -54,6 +54,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * c, x.roll(x.shape[-1] // 2, dims=-1), s)
 
 
+def _together(q: Tensor, k: Tensor) -> Tensor:
+    """The heads of q and k, [B, 1, H, N] and [B, 1, Hk, N], without a copy where one product made them side by side."""
+    (batch, _, heads, width), more = q.shape, k.shape[2]
+    behind = q.data_ptr() + heads * width * q.element_size() == k.data_ptr()
+    alike = all((x.stride(0), x.stride(2), x.stride(3)) == (q.stride(0), width, 1) for x in (q, k))
+    if behind and alike and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr():
+        return q.as_strided((batch, 1, heads + more, width), (q.stride(0), q.stride(0), width, 1))
+    return torch.cat([q, k], dim=2)
+
+
 def _past(state: MixerState | None) -> Tensor | None:
     """The tokens that each sequence has seen, [S]."""
     return state.recurrent.lengths if state is not None and isinstance(state.recurrent, KVCache) else None
@@ -113,8 +123,8 @@ class RotaryAttention(SoftmaxAttention):
         q, k = inputs["q"], inputs["k"]
         if cos is None or sin is None:
             return inputs
-        if u.shape[1] == 1:  # launches are what a token costs, not the copy
-            q, k = rotate(torch.cat([q, k], dim=2), cos, sin).split([q.shape[2], k.shape[2]], dim=2)
+        if u.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            q, k = rotate(_together(q, k), cos, sin).split([q.shape[2], k.shape[2]], dim=2)
             return inputs | {"q": q, "k": k}
         return inputs | {"q": rotate(q, cos, sin), "k": rotate(k, cos, sin)}
 
