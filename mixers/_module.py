@@ -352,7 +352,7 @@ def check_call(
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
 
     def look() -> None:
-        check_input(layer, x)
+        check_input(layer, x, spread=world is not None)
         if mask is not None:
             check_mask(type(layer).__name__, mask, cu_seqlens)
 
