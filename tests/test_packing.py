@@ -119,13 +119,13 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_as_they_are(recurrence)
     if recurrence.spec.frame is not None and recurrence.spec.frame.angles is not None:
         return
     keep = [*range(10), *range(12, 33)]
-    found = []
+    inputs, found = packed(recurrence), []
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     for value in (None, float("nan")):
-        inputs = packed(recurrence)
-        timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+        leaves = {name: x.clone() for name, x in inputs.items()}
         for name in timed if value is not None else ():
-            inputs[name][:, 10:12] = value
-        leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+            leaves[name][:, 10:12] = value
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
         y = recurrence(**leaves, cu_seqlens=torch.tensor(BOUNDS))[:, keep]
         grads = torch.autograd.grad(y.square().sum(), [leaves[name] for name in sorted(timed)], allow_unused=True)
         found.append([y.detach(), *(x[:, keep] for x in grads if x is not None)])
