@@ -36,7 +36,7 @@ def side_by_side(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
 
 def _plain_weight(module: Any) -> Tensor | None:
     """The weight of a map that only multiplies with it, else None."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
         return None
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     alone = not any(hooks) and module.bias is None
