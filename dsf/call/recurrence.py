@@ -335,16 +335,13 @@ class Recurrence:
             lengths = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
             shapes = {i.name: [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()] for i in self.spec.inputs}
             tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        refused = None
-        if parallel is not None:
-            refused = self.ranks.refusal(self.spec, device) if backend == "auto" else None
-            backend = self.ranks.backend_of(self.spec, device, backend)
+        backend = backend if parallel is None else self.ranks.backend_of(self.spec, device, backend)
         plan = make_plan(self.spec, sizes, dtype, form, backend, device)
         if plan.backend == "triton" and not (plan.one_step or reverse or parallel):
             plan = replace(plan, call=Planned.of(self, tensors, form, device))
         if reverse:
             plan = backwards.planned(self.spec, plan, sizes, dtype)
-        return plan if parallel is None else self.ranks.planned(self.spec, plan, sizes, dtype, parallel, refused)
+        return plan if parallel is None else self.ranks.planned(self.spec, plan, sizes, dtype, parallel)
 
     def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.

@@ -31,7 +31,7 @@ from dsf.parallel.agree import Said, agree, check_tokens, described, is_open, le
 from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import Exchange, exchange_of
-from dsf.parallel.fused import backend_of, refusal
+from dsf.parallel.fused import backend_of
 from dsf.parallel.layout import host_bounds
 from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import hollow, summary_of
@@ -310,14 +310,10 @@ def _alike(finals: Several[Any]) -> Any:
     return type(finals[0])(k, v, finals[0].lengths, bias, angle)
 
 
-def planned(
-    spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: World, refused: str | None = None
-) -> Plan:  # fmt: skip
-    """The plan of one rank's call with its exchange; refused: why kernels do not run it, or None. Raises InputError."""
+def planned(spec: Spec, plan: Plan, sizes: Sizes, dtype: torch.dtype, world: World) -> Plan:
+    """The plan of one rank's call with its exchange: bytes into a rank, rounds, and the reason. Raises InputError."""
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    if refused:
-        plan = replace(plan, reason=f"{plan.reason}; not on triton: {refused}")
     held = f"{world.ranks} ranks, {world.layout.name}, "
     if spec.is_attention:
         k_heads, v_heads = cached_heads(spec, sizes)[0]
@@ -395,4 +391,4 @@ def _bind(recurrence: Recurrence, given: Mapping[str, Tensor], form: str, backen
     return Bound(dict(given), replace(bound.sizes, tokens=0), bound.dtype, bound.compute, bound.device), plan
 
 
-__all__ = ["backend_of", "call", "planned", "refusal", "world_of"]
+__all__ = ["backend_of", "call", "planned", "world_of"]

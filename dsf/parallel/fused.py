@@ -229,25 +229,21 @@ def _of_initial(rank: Fused, first: Tensor) -> Tensor:
 # -- the call
 
 
-def refusal(spec: Spec, device: torch.device) -> str | None:
-    """Why a rank's call does not run on kernels that take the call of one GPU; None where it does.
+def backend_of(spec: Spec, device: torch.device, backend: str) -> str:
+    """The backend of a rank's call: on a GPU, torch for systems of a running maximum that the chunk kernels take.
 
-    Called by two ranks with 32,768 tokens each, the chunk kernels of a running maximum gave other bits in a second call
-    on H100s, and in simulated ranks an illegal memory access, for a reason that is not known (docs/parallel.md).
+    Called by two ranks with 32,768 tokens each, these kernels gave other bits in a second call on H100s, and in
+    simulated ranks an illegal memory access, for a reason that is not known (docs/parallel.md). Raises FormError where
+    they were asked for.
     """
     inner = spec.inner
     if device.type != "cuda" or not inner.is_stabilised or inner.is_attention or is_scan(inner):
-        return None
-    return "ranks that share tokens run systems of a running maximum on torch: their kernels were seen to fail there"
-
-
-def backend_of(spec: Spec, device: torch.device, backend: str) -> str:
-    """The backend of a rank's call: torch where kernels are refused. Raises FormError where they were asked for."""
-    refused = refusal(spec, device)
-    if refused is None:
         return backend
     if backend == "triton":
-        raise FormError(f"{spec.name}: backend='triton' was asked for, but {refused}")
+        raise FormError(
+            f"{spec.name}: backend='triton' was asked for, and ranks that share tokens run systems of a running "
+            "maximum on torch, since their kernels were seen to fail there"
+        )
     return "torch"
 
 
