@@ -123,14 +123,14 @@ class Invariant:
         found = []
         for write in self.writes:
             if isinstance(self.step, Diagonal) and self.step.log and _has_kernel(write, length, dtype):
-                products = _by_kernel(self.step, self.read, write, length)
+                products = by_kernel(self.step, self.read, write, length)
             else:
-                products = self._products(write, length, dtype)
+                products = self.products(write, length, dtype)
             h = torch.nn.functional.pad(products, (1, 0)) if self.before else products
             found.append(h[..., :length])
         return found
 
-    def _products(self, write: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    def products(self, write: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """cᵀ A^l b, [H, p, length or more]."""
         fine = _fine(length)
         rows = self.columns(self.read, -(-length // fine), fine, adjoint=True).to(dtype)
@@ -156,7 +156,7 @@ def _has_kernel(x: Tensor, length: int, dtype: torch.dtype) -> bool:
     return x.is_cuda and TRITON and plain and length > 0 and dtype == torch.float32 and x.dtype == torch.float64
 
 
-def _by_kernel(step: Diagonal, read: Tensor, write: Tensor, length: int) -> Tensor:
+def by_kernel(step: Diagonal, read: Tensor, write: Tensor, length: int) -> Tensor:
     """cᵀ A^l b, [H, p, length]."""
     (heads, n, _), p = read.shape, max(x.shape[-1] for x in (read, write, step.decay))
     log, angle = step.decay, step.angle
@@ -190,7 +190,7 @@ class _Impulse(torch.autograd.Function):
             return dc, db, dlog, *(dangle or [None]), None
         leaves = [x for x in (c, b, log, angle) if x is not None]
         wide = log if angle is None else log.repeat_interleave(2, dim=1)
-        again = Invariant(Diagonal(wide, True, angle), c, (b,))._products(b, length, dh.dtype)[..., :length]
+        again = Invariant(Diagonal(wide, True, angle), c, (b,)).products(b, length, dh.dtype)[..., :length]
         found = torch.autograd.grad(again, leaves, dh, create_graph=True)
         return *found, *([None] if angle is None else []), None
 

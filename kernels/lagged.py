@@ -34,7 +34,7 @@ class _Lagged:
 
     def read(self, w: Tensor, x: Tensor) -> Tensor:
         """The gradient by y: Σ_j w[i, r, j, g] D[i, j] ⊙ x[j, g]."""
-        out = torch.zeros(*self._lead(w.shape[:-4], x.shape[:-3]), *w.shape[-4:-2], x.shape[-1]).to(x)
+        out = x.new_zeros(*self._lead(w.shape[:-4], x.shape[:-3]), *w.shape[-4:-2], x.shape[-1])
         for d, product in enumerate(self.products):
             whole = _combine(_lag(w, d), x.narrow(-3, 0, self.length - d))
             out.narrow(-3, d, self.length - d).addcmul_(product.unsqueeze(-2), whole)
@@ -43,7 +43,7 @@ class _Lagged:
     def weigh(self, y: Tensor, x: Tensor) -> Tensor:
         """The gradient by w, lower triangular: y[i, r] · (D[i, j] ⊙ x[j, g])."""
         lead, length = self._lead(y.shape[:-3], x.shape[:-3]), self.length
-        out = torch.zeros(*lead, length, y.shape[-2], length, x.shape[-2]).to(x)
+        out = x.new_zeros(*lead, length, y.shape[-2], length, x.shape[-2])
         for d, product in enumerate(self.products):
             seen = y.narrow(-3, d, length - d) * product.unsqueeze(-2)
             _lag(out, d).copy_(_contract(seen, x.narrow(-3, 0, length - d)))

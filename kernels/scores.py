@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dsf.kernels.attention import KVCache, spread_heads
+from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.turns import turn_pairs
 
 NUMBERS = 1 << 20  # scores that a block of queries may have (4 MiB): caches hold them, and blocks stay large
@@ -182,8 +182,8 @@ class _Blocks(torch.autograd.Function):
         return num, total, m
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         a, k, v, place, late, early, m, at = ctx.saved_tensors
         window, exponential, floor = ctx.options
         x = Scores(a, k, v, place, late, early, window, exponential, floor, at)

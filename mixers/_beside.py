@@ -18,7 +18,7 @@ ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins w
 
 def plain_weight(module: Any) -> Tensor | None:
     """The weight of a map that only multiplies with it, else None."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
         return None
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     alone = not any(hooks) and module.bias is None

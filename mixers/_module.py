@@ -202,7 +202,7 @@ class Mixer(Owner, Divided):
         if not use_cache:
             return self.readout(self.recurrence(**inputs, **options), side), None
         y, after = self.recurrence(**inputs, **options, return_state=True)
-        return self.readout(y, side), state._replace(recurrent=after)
+        return self.readout(y, side), MixerState(state.conv, after, state.position)
 
     def _backwards(
         self, x: Tensor, state: MixerState | None, cu_seqlens: Tensor | Packing | None, use_cache: bool,
@@ -254,7 +254,7 @@ class Mixer(Owner, Divided):
         held = state.recurrent
         over = in_place and (is_cache(held) or (isinstance(held, Tensor) and held.is_contiguous()))
         y, after = self.recurrence.step(held, **inputs, in_place=over)
-        state = state._replace(recurrent=after)
+        state = MixerState(state.conv, after, state.position)
         if in_place and before is not None:
             state = put(before, state)
         return self.readout(y.unsqueeze(1), side).squeeze(1), state
@@ -354,7 +354,7 @@ def check_call(
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
 
     def look() -> None:
-        check_input(layer, x)
+        check_input(layer, x, spread=world is not None)
         if mask is not None:
             check_mask(type(layer).__name__, mask, cu_seqlens)
 

@@ -194,11 +194,17 @@ def _check_order(name: str, signature: inspect.Signature, given: Mapping[str, An
                 raise InputError(f"{name}: {low} is {first!r}, above {high}, {last!r}")
 
 
-def check_input(layer: Any, x: Tensor, step: bool = False) -> None:
-    """Refuse what is no [B, T, d_model] (step: [B, d_model]) of floats, in the layer's words. Raises InputError."""
+def check_input(layer: Any, x: Tensor, step: bool = False, spread: bool = False) -> None:
+    """Refuse what is no [B, T, d_model] (step: [B, d_model]) of floats, in the layer's words. Raises InputError.
+
+    spread: over ranks, which may have no tokens.
+    """
     width, axes = getattr(layer, "d_model", None), 2 if step else 3
     name, expected = type(layer).__name__, f"[B, {'' if step else 'T, '}{'d_model' if width is None else width}]"
     if x.dim() != axes or (width is not None and x.shape[-1] != width):
         raise InputError(f"{name}: x has shape {list(x.shape)}, expected {expected}")
     if not x.is_floating_point():
         raise InputError(f"{name}: x is {x.dtype}, expected floating-point numbers {expected}; embed tokens first")
+    for axis, size in zip("BT", x.shape[:-1], strict=False):
+        if size == 0 and not (spread and axis == "T"):
+            raise InputError(f"{name}: x has {axis} = 0, at least 1 is needed; shape {list(x.shape)}")

@@ -406,6 +406,23 @@ def test_caches_of_others_are_refused():
         sliding(**y, initial_state=forgetting(**drawn(forgetting, 3), return_state=True)[1])
 
 
+@pytest.mark.parametrize("recurrence", [forgetting, sinking, linear], ids=lambda r: r.name)
+def test_second_derivatives_are_refused_or_right_but_never_zero(recurrence):
+    """A loss whose gradient by y is a constant is what a rule that looks at that gradient alone lets pass."""
+    inputs = {n: x.requires_grad_() for n, x in drawn(recurrence, 6).items()}
+
+    def bent(form):
+        given = list(inputs.values())
+        slopes = torch.autograd.grad(recurrence(**inputs, form=form).sum(), given, create_graph=True)
+        return torch.autograd.grad(sum((x * x).sum() for x in slopes), given)
+
+    with pytest.raises(RuntimeError, match=r"second derivatives .* ask for form='recurrent', backend='torch'"):
+        bent("chunk")
+    for got, want in zip(bent("recurrent"), bent("naive"), strict=True):
+        torch.testing.assert_close(got, want)
+        assert want.abs().sum() > 0
+
+
 def test_transformations_and_graphs():
     x = drawn(everything, 6)
     plain = everything(**x)

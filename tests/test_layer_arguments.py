@@ -71,6 +71,9 @@ def test_tokens_of_another_width_or_type_are_refused(name):
             layer(x)
     with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x is torch.int64"):
         layer(torch.ones(2, 3, 32, dtype=torch.long))
+    for x, axis in ((torch.randn(2, 0, 32), "T"), (torch.randn(0, 3, 32), "B")):
+        with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x has {axis} = 0, at least 1 is needed"):
+            layer(x)
     if isinstance(layer, mixers.Mixer):
         with pytest.raises(dsf.InputError, match=rf"^{called(name)}: x has shape .*expected \[B, T, 32\]"):
             layer.inputs(torch.randn(2, 3, 16))

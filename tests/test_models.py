@@ -176,6 +176,8 @@ def test_the_loss_in_pieces_is_the_loss(piece, count, monkeypatch):
         torch.autograd.grad(3 * found, (hidden, weight)), torch.autograd.grad(3 * wide, (hidden, weight)), strict=True
     ):
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-14)
+    with pytest.raises(RuntimeError, match=r"second derivatives .* cross_entropy of the logits \(fused_loss=False\)"):
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, count), hidden, create_graph=True)
 
 
 def test_fused_loss_trains_the_same_and_keeps_no_logits():

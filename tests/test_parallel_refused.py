@@ -2,7 +2,12 @@
 
 import pytest
 import ranks_refused
+import torch
 from ranks import spawned
+
+from dsf.parallel import Simulated, shares
+from dsf.parallel.collectives import Gather
+from dsf.parallel.tokens import gather_tokens
 
 WORDS = {
     "mesh without the dimension": "tp",
@@ -106,3 +111,26 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(work, word
     """Of a group with a timeout of 2 seconds, in the backward pass, by an error that the rank itself raises."""
     text, seconds = spawned(2, work, 30.0, alone=True)[0]
     assert text.startswith("RuntimeError") and words in text and seconds < 5
+
+
+class Alone:
+    """A group of one rank."""
+
+    size, rank = 1, 0
+
+    def answer(self, request):
+        return request.x.unsqueeze(0) if isinstance(request, Gather) else request.x
+
+
+def test_second_derivatives_do_not_pass_through_collectives():
+    """Ranks that differentiate their own graphs twice would miss each other's part."""
+    x = torch.randn(1, 3, 2, requires_grad=True)
+    for through in (shares._Enter, shares._Leave, shares._Gather):
+        y = through.apply(Alone(), x)
+        y = y[0] if isinstance(y, tuple) else y
+        torch.autograd.grad((y * y).sum(), x, retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"second derivatives .* layer on one rank has them"):
+            torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    (whole,) = gather_tokens(Simulated(1), [x], [3])
+    with pytest.raises(RuntimeError, match=r"second derivatives .* layer on one rank has them"):
+        torch.autograd.grad(whole.sum(), x, create_graph=True)

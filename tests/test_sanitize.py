@@ -1,10 +1,15 @@
-"""benchmarks/sanitize.py where there is no sanitizer: what it would call, and how it reads logs."""
+"""benchmarks/sanitize.py where there is no sanitizer: what it would call, how it shares that out, and reads logs.
+
+tests/test_triton_sanitize.py has which kernels its calls reach.
+"""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,8 +34,9 @@ RACES = """========= COMPUTE-SANITIZER
 """
 
 
-@pytest.fixture(scope="module")
-def sanitize() -> ModuleType:
+@pytest.fixture
+def sanitize(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(PATH.parent)  # as for a script
     spec = importlib.util.spec_from_file_location("sanitize", PATH)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,11 +67,62 @@ def test_it_lists_and_shows_its_commands() -> None:
         return done.stdout.splitlines()
 
     assert said("--list", "--only", "delta", "s6") == ["delta: identity + delta", "s6: Hadamard"]
-    commands = said("--dry-run", "--only", "delta", "--dtypes", "bfloat16", "--sanitizer", "compute-sanitizer")
-    assert len(commands) == 3
-    assert all(c.endswith("--one delta --dtype bfloat16") for c in commands)
-    assert [c.split()[:3] for c in commands] == [
+    how = ("--dry-run", "--only", "delta", "s6", "kda", "--sanitizer", "compute-sanitizer", "--workers")
+    commands = said(*how, "2", "--dtypes", "bfloat16")
+    assert [c.split()[:3] for c in commands[::2]] == [
         ["compute-sanitizer", "--tool", tool] for tool in ("memcheck", "initcheck", "racecheck")
+    ]
+    ends = ["--one delta kda --dtypes bfloat16", "--one s6 --dtypes bfloat16"]
+    assert [c[c.index("--one") :] for c in commands] == ends * 3
+
+
+def test_there_are_no_more_processes_than_names(sanitize: ModuleType) -> None:
+    assert sanitize.shares(["memcheck"], ["a", "b", "c"], ["float32"], 8) == [
+        ("memcheck", [name], ["float32"]) for name in "abc"
+    ]
+
+
+class Done(NamedTuple):
+    """A process that ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str = ""
+
+
+def test_a_process_that_finds_something_runs_again_name_by_name(
+    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(command: list[str], **_: Any) -> Done:
+        names = command[command.index("--one") + 1 : command.index("--dtypes")]
+        asked.append(names)
+        seconds = sanitize.TOOK + json.dumps({f"{n} float32": 1.5 for n in names})
+        return (
+            Done(86, MEMCHECK + seconds) if "kda" in names else Done(0, f"========= ERROR SUMMARY: 0 errors\n{seconds}")
+        )
+
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    good = sanitize.run_one("compute-sanitizer", "memcheck", ["delta", "s6"], ["float32"], 9.0)
+    assert asked == [["delta", "s6"]]
+    assert [(r["name"], r["ok"], r["found"], r["seconds"]) for r in good] == [
+        ("delta", True, 0, 1.5),
+        ("s6", True, 0, 1.5),
+    ]
+    rows = sanitize.run_one("compute-sanitizer", "memcheck", ["delta", "kda"], ["float32"], 9.0)
+    assert asked[1:] == [["delta", "kda"], ["delta"], ["kda"]]
+    assert [(r["name"], r["ok"], r["found"]) for r in rows] == [("delta", True, 0), ("kda", False, 2)]
+
+
+def test_a_process_that_does_not_end_is_not_all_right(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> Done:
+        raise subprocess.TimeoutExpired(command, 9.0)
+
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    rows = sanitize.run_one("compute-sanitizer", "racecheck", ["delta", "s6"], ["float32"], 9.0)
+    assert [(r["name"], r["ok"], r["found"], r["said"]) for r in rows] == [
+        (name, False, None, "did not end in time") for name in ("delta", "s6")
     ]
 
 
@@ -80,7 +137,7 @@ def test_a_record_is_added_to_but_for_what_runs_again(sanitize: ModuleType, tmp_
     out = tmp_path / "found.json"
     rows = [{"tool": t, "name": "s6", "dtype": d, "ok": True, "found": 0} for t in ("none", "memcheck") for d in "ab"]
     sanitize.write(out, {"commit": "one"}, rows)
-    assert sanitize.kept(out, "one", [(None, "s6", "a"), ("memcheck", "s6", "a")]) == [rows[1], rows[3]]
+    assert sanitize.kept(out, "one", [(None, ["s6"], ["a"]), ("memcheck", ["s6"], ["a"])]) == [rows[1], rows[3]]
     assert sanitize.kept(tmp_path / "none.json", "one", []) == []
     with pytest.raises(SystemExit, match="is of one, this is two"):
         sanitize.kept(out, "two", [])

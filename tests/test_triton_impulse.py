@@ -78,7 +78,7 @@ def test_calls_convolve_as_they_recur(r, by_kernel, counting):
     if "dt" in inputs:
         inputs["dt"] -= 3
     by_kernel(True)
-    launched = counting(invariant, "_by_kernel")
+    launched = counting(invariant, "by_kernel")
     got = everything(r, inputs, "convolution")
     assert bool(launched[0]) == (r is not two_steps)  # whose decay is no exponential
     wide = {n: x.double() for n, x in inputs.items()}

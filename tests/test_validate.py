@@ -251,6 +251,7 @@ def test_the_environment_switches_it_on_and_needs_no_hypothesis():
     program = (
         "import sys; sys.modules['hypothesis'] = None\n"
         "import torch, dsf\nfrom dsf import mixers\n"
+        "print('at first', dsf.call.guard.ON)\n"
         "x = torch.zeros(1, 3, 1, 2)\n"
         "try: mixers.gated_deltanet(x, x, x, x[..., 0] + 2, x[..., 0])\n"
         "except dsf.InputError as error: print(error)\n"
@@ -260,7 +261,8 @@ def test_the_environment_switches_it_on_and_needs_no_hypothesis():
     for value, on in (("1", True), ("0", False)):
         env = os.environ | {"DSF_VALIDATE": value}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
-        assert ("`alpha` is 2" in done.stdout) == on and str(on) in done.stdout
+        assert ("`alpha` is 2" in done.stdout) == on
+        assert f"at first {on}\n" in done.stdout and done.stdout.endswith(f"{on}\n")
 
 
 def test_off_it_is_one_look_at_a_module_variable(monkeypatch):

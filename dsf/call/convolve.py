@@ -59,7 +59,7 @@ def convolve(
         y = y * values(still.gate).squeeze(-2)
     if still.of.system.D is not const(0):
         y = y + values(still.of.system.D).squeeze(-2)
-    return y, y.new_empty(0) if last is None else last.expand(-1, -1, sizes.n, sizes.p)
+    return y, y.new_empty(0) if last is None else last.expand(-1, -1, sizes.n, sizes.p).contiguous()
 
 
 class _Params:

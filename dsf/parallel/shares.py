@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dsf.kernels.operators import refuse_second_order
 from dsf.parallel.collectives import Gather, Group, Sum
+
+WAY_OUT = "the collectives of a layer whose heads are shared; the whole layer on one rank has them"
 
 
 class Shares:
@@ -76,6 +79,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order(WAY_OUT)
         found: list[Tensor | None] = [None] * len(grads)
         needed = [i for i in range(len(grads)) if ctx.needs_input_grad[i + 1]]
         for dtype in dict.fromkeys(grads[i].dtype for i in needed):
@@ -93,6 +97,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        refuse_second_order(WAY_OUT)
         return None, grad
 
 
@@ -104,4 +109,5 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        refuse_second_order(WAY_OUT)
         return None, ctx.group.answer(Sum(grad)).chunk(ctx.group.size, dim=-1)[ctx.group.rank]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import refuse_second_order
 from dsf.parallel.collectives import Gather, Request, Swap
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Send every rank the gradients of its own tokens, and sum them there."""
+        refuse_second_order("a gather of all ranks' tokens; the layer on one rank has them")
         world, lengths = ctx.world, ctx.lengths
 
         def steps(rank: int, g: Tensor) -> Generator[Request, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dsf import Packing
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.operators import refuse_second_order
 from dsf.mixers._beside import lay, outputs
 
 if TYPE_CHECKING:
@@ -204,8 +205,8 @@ class _Pieces(torch.autograd.Function):
         return total / counted
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        refuse_second_order("linear_cross_entropy; cross_entropy of the logits (fused_loss=False) has them")
         d_hidden, d_weight = ctx.saved_tensors
         return (
             None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),

@@ -1,0 +1,35 @@
+"""The calls of benchmarks/sanitize.py reach every kernel: noted in Triton's interpreter, not run."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from interpreted import interpreted
+
+pytestmark = interpreted
+PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "sanitize_calls.py"
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The module of the calls."""
+    spec = importlib.util.spec_from_file_location("sanitize_calls", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclass looks for it
+    yield spec.loader.exec_module(module) or module
+    del sys.modules[spec.name]
+
+
+def test_every_kernel_that_is_launched_is_reached(made):
+    kernels, unread = made.launched()
+    found = made.reached()
+    assert not unread and len(kernels) > 40
+    assert set(found) == kernels
+    assert found["norm_forward"] == {"layer-norm"} and found["window_tails"] == {"ranks-convolution"}
+
+
+def test_calls_that_short_sequences_never_meet_are_right(made):
+    """T in segments, heads that share keys in one program: the choices are the kernels', the numbers the oracle's."""
+    assert made.one("scalar-decay", "bfloat16", "cpu")
+    assert made.one("layer-convolution", "float32", "cpu") and made.one("ranks-convolution", "float32", "cpu")
