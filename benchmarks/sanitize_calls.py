@@ -13,18 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from sanitize_layers import LAYERS
 
 from dsf.checking.measure import TOLERANCE
-from dsf.checking.ranges import ranges_of
 from dsf.fuzz import Case, Declaration, attempt
 from dsf.fuzz.grammar import KNOWN
-from dsf.fuzz.inputs import numbers
-from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
-from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
-from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.language.expr import KEY
 from dsf.mixers import get
-from dsf.parallel import Simulated, windows
 
 DTYPES = ("float32", "bfloat16")
 
@@ -71,138 +66,6 @@ SUBJECTS = {
 }  # fmt: skip
 
 
-# ---- kernels of layers and of ranks: calls with results by name, the same in float64 on torch ----
-
-
-def backend(x):
-    """float64 is the oracle's."""
-    return "torch" if x.dtype == torch.float64 else "triton"
-
-
-def norms(x, weight, gate):
-    """Norms and gates of layers and models (SwiGLU is the gate by silu)."""
-    how = {"backend": backend(x)}
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return {
-        "norm": gated_rms_norm(x, weight, **how), "norm, then gate": gated_rms_norm(x, weight, gate, **how),
-        "gate, then norm of groups": gated_rms_norm(x, weight, gate, groups=2, gate_first=True, **how),
-        "norm alone, wide": gated_rms_norm(x, dtype=wide, **how),
-        "gate": gated(x, gate, "sigmoid", **how), "SwiGLU": gated(x, gate, **how),
-        "norm of a sum": sum(added_rms_norm(x, gate, weight, **how)),
-    }  # fmt: skip
-
-
-def convolutions(x, weight, bias, state):
-    """Short convolutions; state: [3, C, K - 1]."""
-    how = {"backend": backend(x)}
-    bounds = torch.tensor([0, 5, 6, x.shape[1]], device=x.device)
-    pieces = short_convolution(x, weight, None, pieces=[Piece(8), Piece(32, 16, 0.5)], **how)[0]
-    with torch.no_grad():
-        step = short_convolution_step(x[:, :1], weight, bias, state[:1], **how)[0][0]
-        own = state[:1].detach().clone()
-        again = short_convolution_step(x[:, :1], weight, bias, own, in_place=True, **how)[0][0]
-    return {
-        "plain": short_convolution(x, weight, bias, state[:1], **how)[0][0], "step": step, "step in place": again,
-        "packed": short_convolution(x, weight, bias, state, cu_seqlens=bounds, activation=None, **how)[0][0],
-        "state in place": own, "first piece": pieces[0], "heads of one length": pieces[1],
-    }  # fmt: skip
-
-
-def convolved_over_ranks(x, weight, bias, state):
-    """Windows of a convolution over two ranks, also of two rows each, and ranks shorter than a window."""
-    if x.dtype == torch.float64:
-        (y,), last = short_convolution(x, weight, bias, state)
-        (short,), _ = short_convolution(x[:, :4], weight, bias)
-        return {"y": y, "last": last, "y of head and tail": y, "last of head and tail": last, "short": short}
-    fused, found = Fused(weight, bias, (True, [x.shape[-1]], [0], [1.0])), {}
-    for name, world in (("", Simulated(2)), (" of head and tail", Simulated(2, layout="headtail"))):
-        (found[f"y{name}"],), found[f"last{name}"] = windows.convolve(world, fused, x, state)
-    (found["short"],), _ = windows.convolve(Simulated(3, sizes=(2, 1, 1)), fused, x[:, :4].contiguous(), None)
-    return found
-
-
-def impulses(c, b, rate, angle):
-    """Impulse responses of entries, and of pairs that turn. c, b: [H, N, 1]; rate, angle: [H, N / 2, 1]."""
-    exact, found = c.dtype == torch.float64, {}
-    c, b, rate, angle = (x.double() for x in (c, b, rate, angle))
-    log = -0.1 * rate.square().repeat_interleave(2, dim=1)
-    for name, turn in (("entries", None), ("pairs", angle)):
-        step = Diagonal(log, True, turn)
-        found[name] = Invariant(step, c, (b,)).products(b, 300, c.dtype) if exact else by_kernel(step, c, b, 300)
-        found[name] = found[name][..., :300]
-    return found
-
-
-def drawn(name, case):
-    """Legal numbers of a recurrence's inputs, by name."""
-    recurrence = get(name).recurrence
-    return recurrence, numbers(recurrence, ranges_of(recurrence.spec), case, 1)
-
-
-def over_ranks(*names):
-    """Calls and inputs of recurrences whose tokens lie on three ranks, in one slot or two (head and tail)."""
-
-    def make(dtype):
-        case = Case(tokens=132, batch=2, heads=2, n=24, p=40, dtype=dtype)
-        parts = [drawn(name, case) for name in names]
-
-        def calls(*inputs):
-            rest, found = iter(inputs), {}
-            for recurrence, given in parts:
-                leaves = {n: next(rest) for n in given}
-                exact = leaves[recurrence.spec.inputs[0].name].dtype == torch.float64
-                for layout in ("contiguous", "headtail"):
-                    world = Simulated(3, layout, exchange="gather")
-                    how = {"form": "recurrent"} if exact else {"backend": "triton", "parallel": world}
-                    y, last = recurrence(**leaves, return_state=True, **how)
-                    found |= {f"{recurrence.name} {layout}": y, f"{recurrence.name} {layout}, state": last}
-            return found
-
-        return calls, [x for _, given in parts for x in given.values()]
-
-    return make
-
-
-def steps_in_place(*names):
-    """Calls and inputs of decode steps that overwrite their states."""
-
-    def make(dtype):
-        case = Case(tokens=2, batch=3, heads=3, n=24, p=40, dtype=dtype)
-        parts = [drawn(name, case) for name in names]
-
-        @torch.no_grad()
-        def calls(*inputs):
-            rest, found = iter(inputs), {}
-            for recurrence, given in parts:
-                timed, state = {i.name for i in recurrence.spec.inputs if i.kind.time}, None
-                leaves = {n: next(rest) for n in given}
-                for t in range(2):
-                    now = {n: x[:, t] if n in timed else x for n, x in leaves.items()}
-                    how = {"in_place": state is not None, "backend": backend(now[recurrence.spec.inputs[0].name])}
-                    y, state = recurrence.step(state, **now, **how)
-                found |= {recurrence.name: y, f"{recurrence.name}, state": state}
-            return found
-
-        return calls, [x for _, given in parts for x in given.values()]
-
-    return make
-
-
-def shaped(calls, *shapes):
-    """Calls and inputs of these shapes."""
-    return lambda dtype: (calls, [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes])
-
-
-# name -> (dtype -> calls, what they take)
-LAYERS = {
-    "layer-norm": shaped(norms, (2, 37, 40), (40,), (2, 37, 40)),
-    "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
-    "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
-    "ranks-convolution": shaped(convolved_over_ranks, (2, 36, 40), (40, 4), (40,), (2, 40, 3)),
-    "ranks-chunks": over_ranks("linear_attention", "ssd", "deltanet", "gated_deltanet", "gla", "kda", "rwkv7"),
-    "ranks-scans": over_ranks("s6", "rg_lru"),
-    "steps-in-place": steps_in_place("gated_deltanet", "linear_attention", "mlstm", "rwkv7", "s6", "qlstm"),
-}
 NAMES = [*SUBJECTS, *LAYERS]
 
 
