@@ -23,8 +23,12 @@ class Rates(Owner):
             self.starts[name], self.kinds[name] = owner.starts.pop(name), owner.kinds.pop(name)
             self.register_parameter(name, owner._parameters.pop(name))
 
-    def forward(self) -> dict[str, Tensor]:
-        """Copies of the rates by name, as FSDP frees the gathered ones after this call."""
+    def forward(self, _: None) -> dict[str, Tensor]:
+        """Copies of the rates by name, as FSDP frees the gathered ones after this call.
+
+        Its argument is unused: on a GPU, FSDP cannot call a module without one where activations are computed again,
+        since it then takes this module for the outermost one, whose arguments it moves to the device.
+        """
         return {name: getattr(self, name).clone() for name in self.starts}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -44,7 +48,7 @@ class _Apart(Owner):
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = super()
-        rates = self._modules[CHILD]()  # type: ignore[misc]
+        rates = self._modules[CHILD](None)  # type: ignore[misc]
         self.__dict__[GATHERED] = rates if self.shares is None else self.shares.local(rates)
         try:
             return layer._prepare(*args, **kwargs)
