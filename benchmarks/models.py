@@ -291,6 +291,8 @@ def page(data):
             r = found.get(batch)
             how = "" if r is None or r["graph"] else ", no graph"
             cells.append(f"{r['ms_a_token']:.2f} ({r['ms_a_token'] / r['floor_ms']:.2f}{how})" if r else "–")
+        earlier = {r["commit"] for r in found.values() if "commit" in r}
+        who += f" (of {', '.join(sorted(earlier))})" if earlier else ""
         lines.append(f"| `{mixer}` | {who} | {' | '.join(cells)} |")
     for r in data["records"]:
         if r["kind"] in ("follow", "resume"):
