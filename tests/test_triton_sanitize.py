@@ -1,6 +1,6 @@
 """The calls of benchmarks/sanitize.py reach every kernel: noted in Triton's interpreter, not run."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -14,11 +14,11 @@ PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "sanitize_calls.py"
 @pytest.fixture(scope="module")
 def made():
     """The module of the calls."""
-    spec = importlib.util.spec_from_file_location("sanitize_calls", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclass looks for it
-    yield spec.loader.exec_module(module) or module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as now:
+        now.syspath_prepend(PATH.parent)
+        yield importlib.import_module(PATH.stem)
+    for name in (PATH.stem, "sanitize_layers"):
+        del sys.modules[name]
 
 
 def test_every_kernel_that_is_launched_is_reached(made):
