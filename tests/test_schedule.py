@@ -17,7 +17,7 @@ class Kernel:
     """What a launch of a JIT function calls; run: with tensors."""
 
     def __init__(self, run):
-        self.run, self.__name__ = run, run.__name__
+        self.run, self.fn, self.__name__ = run, run, run.__name__
 
     def __getitem__(self, grid):
         return self.run
