@@ -11,6 +11,7 @@ from test_attention_bias import alibi, drawn, everything, forgetting, linear, ro
 
 import dsf
 import dsf.fuzz
+from dsf.call import attention
 
 pytestmark = interpreted
 BLOCK = 16
@@ -50,6 +51,17 @@ def test_kernels_are_the_definition(recurrence, dtype, limit, T, N, P):
         assert (got is None) == (exact is None)
         if got is not None:
             torch.testing.assert_close(got.double(), exact.double(), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("recurrence", [forgetting, everything, sinking], ids=lambda r: r.name)
+def test_a_cache_that_nobody_asks_for_is_not_made(recurrence, counting):
+    x = {n: z.bfloat16().requires_grad_() for n, z in drawn(recurrence, 33, N=16).items()}
+    made, found = counting(attention, "_extended"), []
+    for state in (True, False):
+        y = recurrence(**x, backend="triton", return_state=state)
+        y = y[0] if state else y
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), list(x.values()))])
+    assert made == [1] and all(map(torch.equal, *found))
 
 
 ALONE = """

@@ -33,9 +33,9 @@ FORMS = {"recurrent": scores.stepwise, "chunk": scores.blocks, "kernel": scores.
 
 
 def run_attention(
-    spec: Spec, bound: Bound, bounds: list[int] | None, cache: KVCache | None, plan: Plan
-) -> tuple[Tensor, KVCache]:
-    """y [B, T, H, P] in the computing dtype and the extended cache."""
+    spec: Spec, bound: Bound, bounds: list[int] | None, cache: KVCache | None, plan: Plan, wanted: bool = True
+) -> tuple[Tensor, Any]:
+    """y [B, T, H, P] in the computing dtype and the extended cache; kernels leave the cache out unless it is wanted."""
     if plan.form == "naive" and bound.compute != torch.float64:
         wide = replace(bound, compute=torch.float64)
         y, final = run_attention(spec, wide, bounds, cache, plan)
@@ -43,12 +43,12 @@ def run_attention(
         return y.to(bound.compute), final._replace(bias=bias, angle=angle)
     timed = timed_inputs(spec, bound)
     if bounds is None:
-        return _run(spec, bound, timed, cache, None, plan)
+        return _run(spec, bound, timed, cache, None, plan, wanted)
     outputs, caches = [], []
     batches = packing.batches(bounds, bound.device)
     for batch in batches:
         start = None if cache is None else cache.rows(batch.chosen)
-        y, final = _run(spec, bound, batch.take(timed), start, batch.counts, plan)
+        y, final = _run(spec, bound, batch.take(timed), start, batch.counts, plan, True)
         outputs.append((batch, y))
         caches.append(final)
     rest = _untouched(spec, bound, cache, batches[0].without)
@@ -176,11 +176,11 @@ def summed(x: Operands, cache: KVCache | None, kind: torch.dtype = torch.float32
 
 
 def _run(
-    spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, counts: Tensor | None, plan: Plan
-) -> tuple[Tensor, KVCache]:
+    spec: Spec, bound: Bound, timed: Timed, cache: KVCache | None, counts: Tensor | None, plan: Plan, wanted: bool
+) -> tuple[Tensor, Any]:
     window, form = spec.system.window, plan.form
     if plan.backend == "triton" and cache is None:
-        return _on_triton(spec, bound, timed, counts)
+        return _on_triton(spec, bound, timed, counts, wanted)
     decoded = form == "recurrent" and cache is not None and counts is None and bound.sizes.tokens == 1
     if decoded and spec.is_plain_softmax and not torch.is_grad_enabled():
         form = "chunk"  # the same sums for one token; torch's attention reads the cache once
@@ -206,7 +206,7 @@ def _run(
     return finish(spec, x, read), _extended(cache, s, x.v, counts, window).to(bound.dtype)
 
 
-def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None) -> tuple[Tensor, KVCache]:
+def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None, wanted: bool) -> tuple[Tensor, Any]:
     """The attention kernels: exponential features with a bias, a window or another rule than num / den, no cache.
 
     Bare inputs are not evaluated: queries, keys and values of half precision reach the kernel unchanged.
@@ -224,8 +224,10 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None) ->
     x = Operands(a, k, v, log, None, angle, None, None, values)
     s = summed(x, None, bound.dtype)
     y, lse = attend(s.a, s.k, v, s.late, scale, spec.system.window)
-    kept = replace(s, a=s.a.to(wide), k=s.k.to(bound.dtype))
-    final = _extended(None, kept, v, _counts(counts, a), spec.system.window)
+    final = None
+    if wanted:
+        kept = replace(s, a=s.a[:, :, :0].to(wide), k=s.k.to(bound.dtype))  # of a, the dtype of biases alone
+        final = _extended(None, kept, v, _counts(counts, a), spec.system.window)
     if spec.rule is NUM / DEN:
         return y.transpose(1, 2), final
     m = lse.detach().clamp(min=FLOOR)

@@ -213,7 +213,7 @@ class Recurrence:
             assert not isinstance(bounds, Tensor)
             if state is not None:
                 check_cache(self.spec, state, rows, bound)
-            return run_attention(self.spec, bound, bounds, state, plan)
+            return run_attention(self.spec, bound, bounds, state, plan, wanted)
         self._check_state(state, rows, bound)
         if self.spec.is_framed:
             return run_framed(self.spec, bound, bounds, state, plan, wanted)
