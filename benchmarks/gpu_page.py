@@ -91,6 +91,11 @@ def add_options(parser):
     """What every script says of its record and its table."""
     parser.add_argument("--json", type=Path, help="where the record is written")
     parser.add_argument("--commit", default="", help="which commit the record is of, where there is no git")
+    add_page_options(parser)
+
+
+def add_page_options(parser):
+    """Of these, what `shows` reads."""
     parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
     parser.add_argument("--into", type=Path, help="and put the table into this page")
 

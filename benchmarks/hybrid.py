@@ -17,11 +17,10 @@ import os
 import statistics
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu_page import shows
+from gpu_page import add_options, shows
 from models_work import DEVICE, VOCABULARY, fresh_peak, peak
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -94,14 +93,11 @@ def page(data):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    add_options(parser)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--commit", default="")
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny: whether all of it runs")
-    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
-    parser.add_argument("--into", type=Path, help="and put the table into this page")
     asked = parser.parse_args()
     if shows(asked, page):
         return

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_page import pair, shows
+from gpu_page import add_page_options, pair, shows
 from torch import Tensor
 
 from dsf import Recurrence, mixers
@@ -145,8 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--case", choices=CASES, nargs="+")
-    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
-    parser.add_argument("--into", type=Path, help="and put the table into this page")
+    add_page_options(parser)
     given = parser.parse_args()
     if shows(given, page):
         return

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 import torch
-from gpu_page import put_into
+from gpu_page import add_page_options, shows
 from models_work import DEVICE, FLA, worker
 
 SCHEMA = "dsf.models/2"
@@ -340,8 +340,7 @@ def options_of():
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--add", action="store_true", help="to the record that is there, of the same commit and GPU")
-    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
-    parser.add_argument("--into", type=Path, help="and put it into this page")
+    add_page_options(parser)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see on a CPU that all of it runs")
     parser.add_argument("--worker", choices=("ours", "llama", "fla"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -354,9 +353,7 @@ def main():
     options = options_of()
     if options.worker:
         return worker(options.worker)
-    if options.page:
-        text = page(json.loads(options.page.read_text()))
-        put_into(options.into, options.page.name, text) if options.into else print(text)
+    if shows(options, page):
         return 0
     if DEVICE == "cpu" and not options.dry:
         sys.exit("benchmarks/models.py measures on a CUDA GPU, and there is none; --dry runs it in small here")

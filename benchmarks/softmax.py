@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_page import pair, shows
+from gpu_page import add_page_options, pair, shows
 from torch import Tensor
 
 import dsf
@@ -220,8 +220,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=Path("softmax.json"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, on a CPU too")
-    parser.add_argument("--page", type=Path, help="measure nothing: print the table of this record")
-    parser.add_argument("--into", type=Path, help="and put the table into this page")
+    add_page_options(parser)
     options = parser.parse_args()
     if shows(options, page):
         return
