@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import GatedRMSNorm
@@ -64,8 +63,7 @@ class Heads(Mixer):
         return sections
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        found = outputs(x, self.maps_beside())
-        return (self.in_proj(x), (x,)) if found is None else (found[0], (x, *found[1:]))
+        return self.made_first(x)
 
     def split(self, u: Tensor) -> tuple[Tensor, ...]:
         """The convolution's outputs, or [B, T, C] without one -> the sections, each [B, T, H, D]."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dsf.mixers._beside import lay
+from dsf.mixers._beside import lay, outputs
 from dsf.mixers._sizes import Sized
 
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
@@ -98,9 +98,15 @@ class Owner(Sized):
         found = [getattr(self, name, None) for name in self.beside]
         return [x for x in found if x is not None]
 
+    def made_first(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(the output of the first map named in `beside`, what `made` takes for the others): x alone, or behind it the
+        others' outputs where one product made them all."""
+        maps = self.maps_beside()
+        found = outputs(x, maps)
+        return (maps[0](x), (x,)) if found is None else (found[0], (x, *found[1:]))
+
     def made(self, side: Sequence[Tensor], name: str) -> Tensor:
-        """The output of a map. side: its input x and, if one product made them all, the outputs of the maps that are
-        named in `beside`, but for the first."""
+        """The output of a map. side: from `made_first`."""
         called = getattr(self, name)
         if len(side) == 1 or name not in self.beside:
             return called(side[0])

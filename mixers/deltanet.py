@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Scalar, System, Value, outer
-from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -88,8 +87,7 @@ class DeltaNet(Mixer):
         to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        found = outputs(x, self.maps_beside())
-        return (self.qkv_proj(x), (x,)) if found is None else (found[0], (x, *found[1:]))
+        return self.made_first(x)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         return self._written(u, self.made(side, "b_proj"))

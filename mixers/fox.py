@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, N, Scalar, System, Value, exp_features, sigmoid
-from dsf.mixers._beside import outputs
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -92,9 +91,8 @@ class ForgettingAttention(Mixer):
         to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        found = outputs(x, self.maps_beside())
-        kv, more = (self.kv_proj(x), ()) if found is None else (found[0], found[1:])
-        return kv, (kv, x, *more)
+        kv, given = self.made_first(x)
+        return kv, (kv, *given)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         (kv, *given), (_, n, _) = side, self.dims

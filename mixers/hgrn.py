@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import dsf
 from dsf import System, Value, sigmoid
 from dsf.language.errors import InputError
-from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -86,10 +85,8 @@ class HGRN(Mixer):
         to.summed(self.o_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        found = outputs(x, self.maps_beside())
-        if found is not None:
-            return found[0], found[1:]
-        return self.in_proj(x), () if self.g_proj is None else (self.g_proj(x),)
+        u, given = self.made_first(x)
+        return u, () if self.g_proj is None else (self.made(given, "g_proj"),)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         f, i = u.unsqueeze(2).chunk(2, dim=-1)

@@ -17,7 +17,6 @@ from dsf.checking.ranges import Range, key_axis
 from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.mixers._beside import outputs
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated
@@ -187,10 +186,7 @@ class Layer(Mixer):
         return [shape.numel() // steps] * steps
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        if self.in_proj is None:
-            return x, (x,)
-        found = outputs(x, self.maps_beside())
-        return (self.in_proj(x), (x,)) if found is None else (found[0], (x, *found[1:]))
+        return (x, (x,)) if self.in_proj is None else self.made_first(x)
 
     def arguments(self, u: Tensor, side: Side, span: Span, **given: Tensor) -> dict[str, Tensor]:
         """given: inputs of the recurrence by name, in place of the layer's own: [B, T, H, ...]."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import dsf
 from dsf import I, Key, N, Param, Recurrence, Scalar, System, Value, exp, exp_features
 from dsf.language.errors import InputError
-from dsf.mixers._beside import outputs
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import full
 
@@ -186,8 +185,8 @@ class SoftmaxAttention(Mixer):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
-        found = outputs(u, self.maps_beside())
-        q, k, v = (self.q_proj(u), self.k_proj(u), self.v_proj(u)) if found is None else found
+        q, given = self.made_first(u)
+        k, v = self.made(given, "k_proj"), self.made(given, "v_proj")
         return {
             "q": q.unflatten(-1, (heads, n)),
             "k": k.unflatten(-1, (self.n_kv_heads, n)),
