@@ -266,15 +266,21 @@ def angle_width(spec: Spec, sizes: Sizes) -> int:
     return sizes.keys // 2 if KEY in spec.rows[0].normal.angle.axes else 1
 
 
+def decays(spec: Spec) -> bool:
+    """Whether attention's cache has biases."""
+    (row,) = spec.rows
+    (term,) = row.terms
+    return row.normal.decay is not const(1) or term.gain is not None
+
+
 def cached_heads(spec: Spec, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
     """((heads of keys, of values), (of biases, of angles)) in attention's cache: as many as differ, 0 for no tensor."""
     (row,) = spec.rows
     (term,) = row.terms
     angle, decay = row.normal.angle, row.normal.decay
     bias = [decay] if term.gain is None else [decay, term.gain]
-    decays = bias != [const(1)]
     keys = sizes.heads_of(term.key, angle), sizes.heads_of(term.value)
-    return keys, (sizes.heads_of(*bias) if decays else 0, sizes.heads_of(angle) if angle is not const(0) else 0)
+    return keys, (sizes.heads_of(*bias) if decays(spec) else 0, sizes.heads_of(angle) if angle is not const(0) else 0)
 
 
 def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:

@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 
 from dsf.call.attention import finish, fused_operands, operands, scores_options, summed
-from dsf.call.bind import Bound, check_cache
+from dsf.call.bind import Bound, check_cache, decays
 from dsf.call.packing import is_captured
 from dsf.call.run import timed_inputs
 from dsf.kernels import fixed_cache
 from dsf.kernels.attention import LEAST_ROOM, KVCache
 from dsf.kernels.turns import whole_turns_left_out
 from dsf.language.errors import InputError
-from dsf.language.expr import const
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
-
-
-def decays(spec: Spec) -> bool:
-    """Whether the cache of this recurrence has biases."""
-    (row,) = spec.rows
-    (term,) = row.terms
-    return row.normal.decay is not const(1) or term.gain is not None
 
 
 def in_order(spec: Spec, state: Any) -> Any:

@@ -146,7 +146,7 @@ def make_plan(
     if form == CONVOLUTION:
         return _of_convolution(spec, sizes, dtype, form, backend)
     wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
-    if form == "auto" and backend != "triton" and not transformed and is_invariant(spec) and sizes.tokens >= LONG:
+    if form == "auto" and backend != "triton" and not transformed and sizes.tokens >= LONG and is_invariant(spec):
         plain = wanted and not spec.is_framed
         by_kernels = plain and _refusal(spec, sizes, dtype, form, backend, device, grad, transformed) is None
         if _convolves(spec, sizes, by_kernels):
