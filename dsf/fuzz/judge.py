@@ -185,8 +185,7 @@ def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tenso
             given = {n: x[:, :half] if subject.kinds[n].time else x for n, x in leaves.items()}
         y, _ = subject.run(case.form, given, reverse=case.reverse)
         if y.requires_grad:
-            wanted = [x for x in (leaves if what == "shorter" else given).values() if x.requires_grad]
-            torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+            torch.autograd.grad(y.sum(), [x for x in given.values() if x.requires_grad], allow_unused=True)
 
 
 def _with_other_heads(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
