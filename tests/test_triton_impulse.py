@@ -42,6 +42,7 @@ def system(heads, n, of_read, of_write, turned, apart, before=False):
     "sizes, length",
     [
         ((2, 6, 1, 1, True, True), 37), ((2, 5, 3, 1, False, True), 100), ((1, 4, 2, 2, True, False), 2),
+        ((2, 3, 1, 2, False, True), 1),
         ((2, 40, 1, 1, True, True, True), 300), ((1, 3, 2, 2, False, False), 70), ((1, 36, 1, 2, True, True), 5000),
     ],
 )  # fmt: skip
