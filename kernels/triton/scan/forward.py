@@ -239,20 +239,22 @@ def summaries_by_entry(
     local += (row * segments + segment) * (shape.N * P)
     products += (row * segments + segment) * (shape.N * P)
     count = (end - begin) // K
+    stop = end
+    if shape.LAST and given.dy is None:  # runs of K tokens are aligned, so that what is left over comes first
+        stop = begin + count * K
+        for after in range(stop, end):
+            c0 = row * 0 + end - 1 - (after - stop)
+            absorb(args, given, local, products, at, c0, low, high, holes, shape.single)
     i = 0
     alive = 1
     while (i < count) & (alive > 0):
-        c0 = end - (i + 1) * K if given.dy is None else begin + i * K
+        c0 = stop - (i + 1) * K if given.dy is None else begin + i * K
         j = tl.minimum(i + 1, count - 1)
         if shape.NEAR:
-            then = row * 0 + (end - (j + 1) * K if given.dy is None else begin + j * K)
+            then = row * 0 + (stop - (j + 1) * K if given.dy is None else begin + j * K)
             holes.ahead(args, place_of(at, then, 0), K, shape.BP)
         alive = absorb(args, given, local, products, at, row * 0 + c0, low, high, holes, shape)
         i += 1
     if given.dy is not None:  # for states only the last segment may end within a tile, and its result is not used
         for c0 in range(begin + count * K, end):
             absorb(args, given, local, products, at, row * 0 + c0, low, high, holes, shape.single)
-    elif shape.LAST:
-        for after in range(begin + 1, end - count * K + 1):
-            c0 = row * 0 + end - count * K - after + begin
-            absorb(args, given, local, products, at, c0, low, high, holes, shape.single)
