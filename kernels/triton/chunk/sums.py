@@ -130,12 +130,13 @@ def combine_segments(
     local += at
     starts += at
     onward = -1 if REVERSE else 1
+    first, last = low + (1 if REVERSE else 0), stop - (0 if REVERSE else 1)  # the last one's effect nobody needs
     for step in range(0, stop - low, 4):  # what four pieces do is asked for at once
         piece = stop - 1 - step if REVERSE else low + step
-        a = _of_piece(local, passed, piece, low, stop, size, inside, N)
-        b = _of_piece(local, passed, piece + onward, low, stop, size, inside, N)
-        c = _of_piece(local, passed, piece + 2 * onward, low, stop, size, inside, N)
-        d = _of_piece(local, passed, piece + 3 * onward, low, stop, size, inside, N)
+        a = _of_piece(local, passed, piece, first, last, size, inside, N)
+        b = _of_piece(local, passed, piece + onward, first, last, size, inside, N)
+        c = _of_piece(local, passed, piece + 2 * onward, first, last, size, inside, N)
+        d = _of_piece(local, passed, piece + 3 * onward, first, last, size, inside, N)
         state = _after_piece(state, a, starts, piece, low, stop, size, inside, EVERY, REVERSE)
         state = _after_piece(state, b, starts, piece + onward, low, stop, size, inside, EVERY, REVERSE)
         state = _after_piece(state, c, starts, piece + 2 * onward, low, stop, size, inside, EVERY, REVERSE)
@@ -143,9 +144,9 @@ def combine_segments(
 
 
 @triton.jit
-def _of_piece(local, passed, piece, low, stop, size, inside, N: tl.constexpr):
-    """What a piece multiplies a state by, and what it adds; 1 and 0 where there is no such piece."""
-    there = inside & (piece >= low) & (piece < stop)
+def _of_piece(local, passed, piece, first, last, size, inside, N: tl.constexpr):
+    """What a piece multiplies a state by, and what it adds; 1 and 0 but for those from `first` to before `last`."""
+    there = inside & (piece >= first) & (piece < last)
     at = piece * tl.num_programs(1) + tl.program_id(1).to(tl.int64)
     return tl.load(passed + at * N, mask=there, other=1.0), tl.load(local + at * size, mask=there, other=0.0)
 
