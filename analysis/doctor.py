@@ -176,7 +176,18 @@ def _versions() -> dict[str, str | None]:
     }
     for name in [*CORE[1:], *(x for names in EXTRAS.values() for x in names)]:
         found[name] = _version(name)
-    return found
+    return found | {"ptxas": _assembler()}
+
+
+def _assembler() -> str | None:
+    """The release and place of the assembler that Triton's kernels get; None without Triton or NVIDIA's tools."""
+    if _import_triton():
+        return None
+    from dsf.kernels.triton.assembler import choose_assembler, chosen
+
+    choose_assembler()
+    tool = chosen()
+    return None if tool is None else f"{tool.version} ({tool.path})"
 
 
 def _rocm() -> str:

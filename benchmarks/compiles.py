@@ -4,9 +4,9 @@ python benchmarks/compiles.py [--only gated_deltanet s6] [--dtypes float16] [--p
 
 Forward and backward, without gradients, packed, from given states, at several sizes and dtypes: every kernel that such
 calls launch goes through Triton's passes, of which the interpreter sees nothing. --whole: to machine code, which must
-fit into a program's shared memory; several times as long. --gpu: one whose tiles are chosen and for which kernels are
-compiled. The exit status is 1 where something does not compile. Calls are made on tensors without memory, and nothing
-is run.
+fit into a program's shared memory and read no uniform register that nobody wrote; several times as long. --gpu: one
+whose tiles are chosen and for which kernels are compiled. The exit status is 1 where something does not compile. Calls
+are made on tensors without memory, and nothing is run.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import triton
 from declared import OWN
 from front_end import FrontEnd
 from gpu_matrix import recurrence_of
+from machine_code import disassembled, unwritten
 from triton.backends.compiler import GPUTarget
 
 from dsf import Packing
@@ -99,8 +100,11 @@ def failure(front_end, asked, gpu, whole):
         if not whole:
             front_end.laid_out(asked)
             return ""
-        shared = front_end.compiled(asked).metadata.shared
-        return f"{shared} bytes of shared memory, {gpu.shared} are there" if shared > gpu.shared else ""
+        kernel = front_end.compiled(asked)
+        if kernel.metadata.shared > gpu.shared:
+            return f"{kernel.metadata.shared} bytes of shared memory, {gpu.shared} are there"
+        reads = unwritten(disassembled(kernel.asm["cubin"]))
+        return f"reads what nobody wrote: {reads[0]}" if reads else ""
     except Exception as error:  # whatever a compiler says
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

@@ -17,7 +17,7 @@ TURNED = Declaration(
 @pytest.mark.parametrize("p", [8, 17, 24])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_few_channels_under_a_turn_on_a_gpu(n, p, dtype):
-    """Turned queries and keys come in float32, and kernels that rounded them were compiled wrongly."""
+    """Turned queries and keys come in float32, and ptxas 12.8 assembled kernels that rounded them wrongly."""
     verdict = attempt(TURNED, Case(tokens=150, heads=2, n=n, p=p, dtype=dtype, seed=n + p), "cuda")
     assert verdict.status == "right", verdict
 
@@ -26,6 +26,6 @@ def test_few_channels_under_a_turn_on_a_gpu(n, p, dtype):
 @pytest.mark.parametrize("p", [3, 8, 17, 24, 40, 100])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_uneven_heads_on_a_gpu(n, p, dtype):
-    """Triton 3.6 multiplies tiles of some of these sizes wrongly (dsf.kernels.triton.attention.operator.tiles)."""
+    """ptxas 12.8 assembles products of some of these sizes wrongly (dsf.kernels.triton.assembler)."""
     verdict = attempt(DECAYING, Case(tokens=150, heads=2, n=n, p=p, dtype=dtype, seed=n + p), "cuda")
     assert verdict.status == "right", verdict

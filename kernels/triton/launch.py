@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import dsf.kernels.triton.interpreter  # noqa: F401  # mends it before a kernel runs
 from dsf.kernels.recent import Recent
+from dsf.kernels.triton.assembler import choose_assembler
 from dsf.kernels.triton.launcher import launcher, mend_loading, prove, proven
 from dsf.kernels.triton.player import function
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
@@ -31,6 +32,8 @@ from dsf.kernels.triton.symbolic import Size
 
 THREADS = min(8, os.cpu_count() or 1)
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
+if not triton.knobs.runtime.interpret:
+    choose_assembler()
 _apart = mend_loading()  # whether threads may load launchers
 _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, and the constants behind arguments
 

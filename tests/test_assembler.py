@@ -1,0 +1,93 @@
+"""ptxas: an older release than SOUND is replaced by a later one of the same Triton, or warned of."""
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import dsf
+from dsf.kernels.triton import assembler, operators
+from dsf.kernels.triton.chunk import matrix
+from dsf.triton.choose import elsewhere
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def tools(**releases):
+    """triton.knobs with assemblers of these releases."""
+    found = {name: SimpleNamespace(path=f"/{name}", version=release) for name, release in releases.items()}
+    return SimpleNamespace(nvidia=SimpleNamespace(**found))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "chosen"), [("12.8", "12.9", "other"), ("12.9", "12.8", "own"), ("13.0", None, "own")]
+)
+def test_a_sound_assembler_is_taken_and_triton_asks_for_its_release_again(monkeypatch, own, other, chosen):
+    forgotten = []
+    made = tools(ptxas=own) if other is None else tools(ptxas=own, ptxas_blackwell=other)
+    monkeypatch.setattr(assembler.triton, "knobs", made)
+    monkeypatch.setattr(assembler, "_forget_release", lambda: forgotten.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assembler.choose_assembler()
+    assert (made.nvidia.ptxas == "/ptxas_blackwell") == (chosen == "other") == bool(forgotten)
+
+
+@pytest.mark.parametrize("made", [tools(ptxas="12.8"), tools(ptxas="12.8", ptxas_blackwell="12.8")])
+def test_where_there_is_none_a_warning_says_what_to_do(monkeypatch, made):
+    monkeypatch.setattr(assembler.triton, "knobs", made)
+    with pytest.warns(UserWarning, match="ptxas 12.8 .* TRITON_PTXAS_PATH"):
+        assembler.choose_assembler()
+
+
+FAULTY = """
+        /*0010*/                   UMOV UR20, 0x4000 ;
+        /*0020*/                   UIADD3 UR34, UP0, UR34, 0x40, URZ ;
+        /*0030*/                   UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;
+"""
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_reads_of_registers_that_nobody_wrote_are_found(benchmarks):
+    found = benchmarks("machine_code").unwritten
+    assert found(FAULTY) == ["UIADD3 UR34, UP0, UR34, 0x40, URZ", "UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT"]
+    assert not found(FAULTY.replace(", UR34, 0x40", ", UR20, 0x40").replace("UR35, -", "URZ, -"))
+    assert found("/*0040*/ HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;")
+
+
+def test_gradients_of_shared_heads_read_no_register_that_nobody_wrote(monkeypatch, benchmarks):
+    """ptxas 12.8 made such code of this kernel, at these sizes: gradients of queries were wrong on an H100."""
+    if assembler.triton.knobs.runtime.interpret:
+        pytest.skip("needs a process that does not interpret kernels")
+    front_end, code = benchmarks("front_end").FrontEnd(), benchmarks("machine_code")
+    monkeypatch.setattr(matrix, "limits", lambda device: (232_448, 132))
+    monkeypatch.setattr(matrix, "sharing", lambda *_: 2)
+    shapes = {"q": (1, 131, 2, 24), "k": (1, 131, 2, 24), "v": (1, 131, 4, 40)}
+    x = {n: torch.empty(s, dtype=torch.bfloat16, device="meta").requires_grad_() for n, s in shapes.items()}
+    x["slope"] = torch.empty(4, device="meta").requires_grad_()
+    operators.forget()
+    with operators.noted() as schedules, elsewhere():
+        y = dsf.mixers.get("retnet").recurrence(**x, backend="triton")
+        torch.autograd.grad(y, list(x.values()), torch.empty_like(y))
+    operators.forget()
+    launches = [x for schedule in schedules for x in schedule.launches if x.kernel.fn.__name__ == "shared_gradient"]
+    assert len(launches) == 1
+    kernel = front_end.compiled(front_end.of(launches[0]))
+    text = code.disassembled(kernel.asm["cubin"])
+    assert "HGMMA" in text and not code.unwritten(text)
