@@ -222,8 +222,8 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None, wa
     if angle is not None:
         a, k = a.to(wide), k.to(wide)
     x = Operands(a, k, v, log, None, angle, None, None, values)
-    s = summed(x, None, bound.dtype)
-    y, lse = attend(s.a, s.k, v, s.late, scale, spec.system.window)
+    s = summed(x if wanted else replace(x, log=None), None, bound.dtype)
+    y, lse = attend(s.a, s.k, v, log, scale, spec.system.window)
     final = None
     if wanted:
         kept = replace(s, a=s.a[:, :, :0].to(wide), k=s.k.to(bound.dtype))  # of a, the dtype of biases alone

@@ -29,26 +29,19 @@ def kernel_of(sizes: Sizes, dtype: torch.dtype) -> tuple[str, int]:
     """Name of the kernel with its tiles, and queries a tile."""
     from dsf.kernels.triton.attention.operator import tiles
 
-    found = tiles(sizes.keys, sizes.p, dtype, False)
+    found = tiles(sizes.keys, sizes.p, dtype, "forward")
     return f"attention by tiles ({found['R']} queries x {found['C']} keys, {found['num_warps']} warps)", found["R"]
 
 
 def attend(
-    a: Tensor, k: Tensor, v: Tensor, late: Tensor | None, scale: float, window: int | None
+    a: Tensor, k: Tensor, v: Tensor, log: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """y [B, H, T, P] in v's dtype and lse [B, H, T].
 
-    a: [B, H, T, N], k, v: [B, ·, T, ·]. late: [B, Hb, T] in float64, sums of log decays, or None. They go to the kernel
-    as two float32 numbers each, so that differences of near tokens keep their digits, and so does their gradient.
+    a: [B, H, T, N], k, v: [B, ·, T, ·]. log: [B, Hb, T], log decays, or None.
     """
     from dsf.kernels.triton.attention.operator import attention
 
-    c = None
-    if late is not None:
-        whole = spread_heads(late, a.shape[1])
-        high = whole.float()
-        exact = whole if v.dtype == torch.float32 else whole.detach()  # half precisions have a gradient of one part
-        low = (exact - high.detach().double()).float()
-        c = torch.stack([high, low], dim=2)
-    y, lse = attention(a.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), c, scale, window or 0)
+    log = None if log is None else spread_heads(log, a.shape[1])
+    y, lse, _ = attention(a.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), log, scale, window or 0)
     return y.transpose(1, 2), lse

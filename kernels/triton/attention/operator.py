@@ -16,24 +16,31 @@ from dsf.kernels.triton.attention.kernel import (
     attention_forward,
     attention_rows,
 )
+from dsf.kernels.triton.attention.sums import attention_sums, attention_sums_gradient
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import LIBRARY, operator
 
 WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which have them"
 
 
-def tiles(n: int, p: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
-    """Rows and columns of a tile, warps and stages. float32 products are not on tensor cores and need small tiles.
+PASSES = "forward", "rows", "columns"
 
-    Where neither N nor P is a multiple of 16 and v is padded to fewer channels than k, Triton 3.6 on an H100 sums 64
-    values at a time wrongly, 32 correctly; the products of the gradients are correct (test_uneven_heads_on_a_gpu).
+
+def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
+    """Rows and columns of a tile, warps and stages of one of PASSES; deltas are of the rows.
+
+    float32 products are not on tensor cores and need small tiles.
     """
-    wide, large = dtype == torch.float32, max(n, p) > 128
-    uneven = not backward and n % 16 > 0 and p % 16 > 0
-    rows = 32 if wide or (large and backward) else 64 if backward or large else 128
-    columns = 32 if wide or large or uneven else 64
-    warps = 4 if wide or rows < 128 or max(n, p) <= 64 else 8
-    return {"R": rows, "C": columns, "num_warps": warps, "num_stages": 1 if wide else 2}
+    wide, most, backward = dtype == torch.float32, max(n, p), of != "forward"
+    if wide:
+        found = 32, 32, 4, 1
+    elif most > 128:
+        found = (32 if backward else 64), 32, 4, 2
+    elif most > 64:
+        found = {"forward": (128, 32, 4, 3), "rows": (64, 64, 4, 2), "columns": (64, 128, 8, 2)}[of]
+    else:
+        found = (64 if backward else 128), 64, 4, 2
+    return dict(zip(("R", "C", "num_warps", "num_stages"), found, strict=True))
 
 
 def _padded(size: int) -> int:
@@ -41,83 +48,106 @@ def _padded(size: int) -> int:
 
 
 def _given(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, spare: Tensor, scale: float, window: int, backward: bool
-) -> tuple[Attended, int, int, dict[str, Any]]:
-    """The kernels' common arguments, rows and columns of a tile, and compile-time options. spare: used where c is None.
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, scale: float, window: int, biased: bool, *passes: str
+) -> tuple[Attended, list[dict[str, Any]]]:
+    """The kernels' common arguments, and the compile-time options of each pass. c: not read if not biased.
 
-    q and k are rounded to the dtype of v here, since Triton 3.6 compiles some kernels wrongly that load float32 and
-    round it, where P is small.
+    q and k are rounded to the dtype of v here, not in every program.
     """
     (heads, n), p = q.shape[2:], v.shape[3]
     q, k = q.to(v.dtype), k.to(v.dtype)
-    bias = spare if c is None else c.contiguous()
-    x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), bias, scale, heads, k.shape[2], v.shape[2], n, p)
-    options: dict[str, Any] = tiles(n, p, v.dtype, backward)
-    rows, columns = options.pop("R"), options.pop("C")
-    options["tile"] = Tiles(window, c is not None, v.dtype == torch.float32, rows, columns, _padded(n), _padded(p))
-    return x, rows, columns, options
+    x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), c, scale, heads, k.shape[2], v.shape[2])
+    found: list[dict[str, Any]] = []
+    for of in passes:
+        how = tiles(n, p, v.dtype, of)
+        sizes = how.pop("R"), how.pop("C"), n, p, _padded(n), _padded(p)
+        found.append({**how, "tile": Tiles(window, biased, v.dtype == torch.float32, *sizes)})
+    return x, found
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the dtype of v and lse [B, H, T] in float32.
+def _programs(q: Tensor, size: int) -> tuple[int, int]:
+    """The grid of programs for `size` tokens of a head each."""
+    return q.shape[0] * q.shape[2], -(-q.shape[1] // size)
 
-    q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. c: [B, H, 2, T] float32, two parts of a
-    number whose difference between query and key is added to their score, or None. scale: of scores. window: how many
-    tokens a query sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores.
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, H, P] in the dtype of v, lse [B, H, T] in float32, and c.
+
+    q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. log: [B, H, T], log decays, or None: the
+    sum of those after a key up to the query is added to their score. scale: of scores. window: how many tokens a query
+    sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores. c: [B, H, 2, T] float32,
+    the running sums of log in two parts; without log [B, H, 0, T].
     """
     batch, tokens, heads, _ = q.shape
     y = v.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
-    x, rows, _, options = _given(q, k, v, c, lse, scale, window, False)
-    launch(attention_forward, (batch * heads, -(-tokens // rows)), x, y, lse, tokens, **options)
-    return y, lse
+    c = q.new_empty(batch, heads, 0 if log is None else 2, tokens, dtype=torch.float32)
+    if log is not None:
+        along, every = log.stride()[:2], log.stride(2)
+        launch(attention_sums, (batch * heads,), log, c, tokens, heads, *along, every, num_warps=4)
+    x, (how,) = _given(q, k, v, lse if log is None else c, scale, window, log is not None, "forward")
+    launch(attention_forward, _programs(q, int(how["tile"].R)), x, y, lse, tokens, **how)
+    return y, lse, c
 
 
 def _adjoint(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor, scale: float,
-    window: int,
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor, scale: float,
+    window: int, wide: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of q, k, v and, where there is c, of the number that its parts add up to, [B, H, T].
+    """The gradients of q, k, v and, where there are log decays, of these [B, H, T], in float64 if wide.
 
-    That one is in float64 for float32 inputs: the gradient of a decay sums it over tokens, where most of it cancels.
+    What the gradient of c is summed over cancels for the most part, so float32 inputs have it in float64.
     """
     batch, tokens, heads, _ = q.shape
-    own = dlse.float().contiguous()
-    about = ((dy.float() * y.float()).sum(-1).transpose(1, 2) - own).contiguous()
-    delta = torch.empty_like(about)
+    biased = c.shape[2] > 0
+    delta = torch.empty_like(lse)
     alone = k.shape[2] == heads == v.shape[2]  # else one gradient for each head, to be summed in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if v.dtype == torch.float32 else torch.float32)
-    x, rows, columns, options = _given(q, k, v, c, lse, scale, window, True)
-    given, grid = (x, dy.contiguous(), lse), (batch * heads, -(-tokens // rows))
-    launch(attention_deltas, grid, *given, about, own, delta, tokens, **options)
-    launch(attention_rows, grid, *given, delta, dq, dc, tokens, **options)
-    launch(attention_columns, (batch * heads, -(-tokens // columns)), *given, delta, dk, dv, dc, tokens, **options)
+    x, (by_rows, by_columns) = _given(q, k, v, c if biased else lse, scale, window, biased, *PASSES[1:])
+    rows, columns = _programs(q, int(by_rows["tile"].R)), _programs(q, int(by_columns["tile"].C))
+    dy = dy.contiguous()
+    launch(attention_deltas, rows, x, dy, y, lse, dlse.float().contiguous(), delta, tokens, **by_rows)
+    launch(attention_rows, rows, x, dy, lse, delta, dq, dc, tokens, **by_rows)
+    launch(attention_columns, columns, x, dy, lse, delta, dk, dv, dc, tokens, **by_columns)
     if not alone:
         dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
-    return [dq, dk, dv] if c is None else [dq, dk, dv, dc]
+    if not biased:
+        return [dq, dk, dv]
+    dlog = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if wide else torch.float32)
+    launch(attention_sums_gradient, (batch * heads,), dc, dlog, tokens, num_warps=4)
+    return [dq, dk, dv, dlog]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, c, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, c, *output)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, log, ctx.scale, ctx.window = inputs
+    y, lse, c = output
+    ctx.wide = log is not None and log.dtype == torch.float64
+    ctx.mark_non_differentiable(c)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, c, y, lse)
 
 
-def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_order(WAY_OUT)
     q, k, v, c, y, lse = ctx.saved_tensors
     dy = torch.zeros_like(y) if dy is None else dy
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    dq, dk, dv, *dc = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window)
-    both = torch.stack([dc[0].float(), (dc[0] - dc[0].float()).float()], dim=2) if dc else None
-    return dq, dk, dv, both, None, None
+    found = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window, ctx.wide)
+    dq, dk, dv, *dlog = found
+    return dq, dk, dv, dlog[0] if dlog else None, None, None
 
 
-_GIVEN = "Tensor q, Tensor k, Tensor v, Tensor? c"
-attention = operator(f"attention({_GIVEN}, float scale, int window) -> (Tensor, Tensor)", _forward)
+attention = operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? log, float scale, int window) -> (Tensor, Tensor, Tensor)",
+    _forward,
+)
 attention_adjoint = operator(
-    f"attention_adjoint({_GIVEN}, Tensor y, Tensor lse, Tensor dy, Tensor dlse, float scale, int window) -> Tensor[]",
+    "attention_adjoint(Tensor q, Tensor k, Tensor v, Tensor c, Tensor y, Tensor lse, Tensor dy, Tensor dlse, "
+    "float scale, int window, bool wide) -> Tensor[]",
     _adjoint,
 )
 torch.library.register_autograd("dsf::attention", _backward, setup_context=_setup, lib=LIBRARY)

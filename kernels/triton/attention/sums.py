@@ -1,0 +1,43 @@
+"""Running sums of log decays as the attention kernels take them, and back.
+
+In float64, one program a sequence and head: the sums go into exponents as differences, of which float32 would keep too
+few digits after many tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SIZE = tl.constexpr(1024)  # tokens at a time
+
+
+@triton.jit(do_not_specialize=["T", "batch", "head", "token"])
+def attention_sums(log, c, T, H, batch, head, token):
+    """c [B, H, 2, T]: the sums of log [B, H, T] up to every token in two float32 parts. batch, head, token: strides."""
+    bh = tl.program_id(0).to(tl.int64)
+    log += bh // H * batch + bh % H * head
+    high, low = c + 2 * bh * T, c + (2 * bh + 1) * T
+    total = tl.zeros([1], tl.float64)
+    for start in range(0, T, SIZE):
+        at = start + tl.arange(0, SIZE)
+        x = tl.load(log + at.to(tl.int64) * token, mask=at < T, other=0.0).to(tl.float64)
+        sums = total + tl.cumsum(x, 0)
+        first = sums.to(tl.float32)
+        tl.store(high + at, first, mask=at < T)
+        tl.store(low + at, (sums - first.to(tl.float64)).to(tl.float32), mask=at < T)
+        total += tl.sum(x, 0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def attention_sums_gradient(dc, dlog, T):
+    """dlog [B, H, T]: the sums of dc [B, H, T] from every token on."""
+    bh = tl.program_id(0).to(tl.int64)
+    dc += bh * T
+    dlog += bh * T
+    total = tl.zeros([1], tl.float64)
+    for start in range(0, T, SIZE):
+        at = T - 1 - start - tl.arange(0, SIZE)
+        x = tl.load(dc + at, mask=at >= 0, other=0.0).to(tl.float64)
+        tl.store(dlog + at, (total + tl.cumsum(x, 0)).to(dlog.dtype.element_ty), mask=at >= 0)
+        total += tl.sum(x, 0)
