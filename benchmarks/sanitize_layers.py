@@ -139,7 +139,8 @@ LAYERS = {
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
     "ranks-convolution": shaped(convolved_over_ranks, (2, 36, 40), (40, 4), (40,), (2, 40, 3)),
-    "ranks-chunks": over_ranks("linear_attention", "ssd", "deltanet", "gated_deltanet", "gla", "kda", "rwkv7"),
+    "ranks-chunks": over_ranks("linear_attention", "ssd", "deltanet", "gated_deltanet"),
+    "ranks-key-decays": over_ranks("gla", "kda", "rwkv7"),
     "ranks-scans": over_ranks("s6", "rg_lru"),
     "steps-in-place": steps_in_place("gated_deltanet", "linear_attention", "mlstm", "rwkv7", "s6", "qlstm"),
 }

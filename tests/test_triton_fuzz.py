@@ -244,6 +244,15 @@ HELD = {  # what random runs on a GPU found, and what it came from
             regimes={"q": "zero", "b": "zero", "pk": "normal"}, seed=65388,
         ),
     ),
+    "keys that repeat, erased along others": (
+        Declaration(
+            "rank one", (("I - sigmoid(b) * outer(k, k * sigmoid(pk))", "silu(k) * v"),), "q", "pv * v", "before"
+        ),
+        Case(
+            tokens=100, heads=2, n=16, p=17, dtype="bfloat16", regimes={"k": "repeated"}, alias=("q", "k"),
+            alias_calls=(1,), loss="y", seed=32703,
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -88,16 +88,23 @@ class RankOne(Config):
 
 @dataclass(frozen=True, repr=False)
 class Chunk(RankOne):
-    """BK keys at a time. PARTS: the number of matrices in `mixed`, 4 where gradients will be computed.
+    """BK keys at a time. PARTS: the number of matrices in `mixed`, 4 where gradients will be computed. EXACT: solve the
+    triangle between rows, and multiply by it, in the dtype of products between rows.
 
     LEFT, DECAY, OWN: printed functions that compute a, g and the summands of own (the bonus) in the kernel, or None.
     """
 
     BK: int
     PARTS: int
+    EXACT: bool
     LEFT: Any
     DECAY: Any
     OWN: Any
+
+    @property
+    def SOLVED(self) -> Any:
+        """The dtype of operands of products with the triangle's inverse."""
+        return self.ROWS if self.EXACT else self.KIND
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,10 +222,10 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
     mixed = kept.mixed + (batch * tokens * heads + head) * C.PARTS * C.L
     factors = kept.factors + (lane * length + chunk * C.L)
     plane = tl.num_programs(1).to(tl.int64) * length
-    inverse = unit_lower_inverse(-ba, local, C.LEVELS, C.KIND, C.PRECISION).to(C.KIND)
-    known = tl.dot(inverse, bk.to(C.KIND), bk, input_precision=C.PRECISION)
+    inverse = unit_lower_inverse(-ba, local, C.LEVELS, C.SOLVED, C.PRECISION).to(C.SOLVED)
+    known = tl.dot(inverse, bk.to(C.SOLVED), bk, input_precision=C.PRECISION)
     store_half(mixed + C.L, wide, factors + plane, rows, end, local, local, C.L, C.L, known)
-    bk = bk.to(C.KIND)
+    bk = bk.to(C.SOLVED)
     tl.debug_barrier()  # G is read again, by other threads
     qa, qk = _scores(q, a, k, g, of_left, of_decay, outer, writes, running, rows, end, local, 0, C)
     if own.at is not None or C.OWN is not None:
@@ -231,13 +238,13 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
                 keys = first + tl.arange(0, C.BK)
                 beside += tl.sum(rows_of(q, C.OWN, of_own, rows, end, keys, C.N, C.BK, tl.float32), axis=1)
         qk += tl.where(local[:, None] == local[None, :], beside[:, None], 0.0)
-    through = tl.dot(qa.to(C.KIND), inverse, qa, input_precision=C.PRECISION)
+    through = tl.dot(qa.to(C.SOLVED), inverse, qa, input_precision=C.PRECISION)
     if C.PARTS == 4:
         store_half(
             mixed + 2 * C.L, wide, factors + 2 * plane, rows, end, local, local, C.L, C.L, inverse.to(tl.float32)
         )
         store_half(mixed + 3 * C.L, wide, factors + 3 * plane, rows, end, local, local, C.L, C.L, through)
-    through = through.to(C.KIND)
+    through = through.to(C.SOLVED)
     direct = tl.dot(through, bk, qk, input_precision=C.PRECISION)
     store_half(mixed, wide, factors, rows, end, local, local, C.L, C.L, direct)
     tl.debug_barrier()  # a product's result must not be transposed in registers: it is read again
@@ -248,9 +255,9 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
         before = load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
         last = tl.load(running + (C.L - 1) * C.N + keys, mask=keys < C.N, other=0.0)
         erases = load_rows(b.at, b.token, rows, end, keys, C.N, C.BK, tl.float32) * tl.exp2(before)
-        out = tl.dot(inverse, erases.to(C.KIND), erases, input_precision=C.PRECISION)
+        out = tl.dot(inverse, erases.to(C.SOLVED), erases, input_precision=C.PRECISION)
         store_chunk(kept.inner + block, out, local, keys, C.N, C.BK)
-        erases = erases.to(C.KIND)
+        erases = erases.to(C.SOLVED)
         out = load_rows(q.at, q.token, rows, end, keys, C.N, C.BK, tl.float32) * tl.exp2(total)
         out = tl.dot(through, erases, out, input_precision=C.PRECISION)
         store_chunk(kept.reads + block, out, local, keys, C.N, C.BK)

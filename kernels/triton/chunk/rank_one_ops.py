@@ -37,6 +37,7 @@ from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.structs import Numbers, Rows, Sizes
 
 Function = tuple[Any, tuple[Any, ...]]  # a printed one, with its pointers and strides
+EXACT = True  # bfloat16 keys that repeat cancel in the triangle's inverse, whose roundings then add up
 SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
 
 
@@ -149,7 +150,7 @@ def _make_chunks(
     t = call.tiles
     functions, given = call.printed(made, "left", "decay", "own")
     beside = Numbers() if own is None else Numbers(own, *own.stride())
-    chunk = Chunk(*call.common, call.block, call.parts(kept), *functions)
+    chunk = Chunk(*call.common, call.block, call.parts(kept), EXACT, *functions)
     launch(
         rank_one_chunk, (call.chunks, call.lanes),
         *map(call.struct, vectors), beside, given, kept, call.chunk_table, call.sizes,
