@@ -194,7 +194,7 @@ def call(
             from dsf.parallel.softmax import attend
 
             bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
-            found = attend(recurrence, world, bound_of, state, bounds, form)
+            found = attend(recurrence, world, bound_of, state, bounds, form, return_state)
         else:
             known = None if is_open(first) else kind  # captured calls have not been compared
             found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, known)

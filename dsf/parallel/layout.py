@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsf.call import packing
@@ -190,14 +191,24 @@ class Packing:
         """Sequences that are empty."""
         return [s for s, (a, b) in enumerate(pairwise(self.bounds)) if a == b]
 
-    def positions(self, rank: int) -> list[int]:
-        """The place in the packed row of every token of a rank."""
-        return [
-            t
-            for slot in range(self.layout.slots)
-            for n in [self.layout.number(rank, slot)]
-            for t in range(self.starts[n], self.starts[n + 1])
-        ]
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """int64 [T of the rank], the place in the packed row of every token of a rank."""
+        numbers = [self.layout.number(rank, slot) for slot in range(self.layout.slots)]
+        runs = [torch.arange(*self.starts[n : n + 2], dtype=torch.int64, device=device) for n in numbers]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def reads(self, rank: int) -> list[tuple[list[int], list[int]]]:
+        """What attention reads, for every slot of a rank with tokens: (q, k), places among the rank's tokens and in the
+        packed row. The tokens q[i] ... q[i + 1] read k[i] ... k[i + 1]: their own sequence up to the last of them."""
+        found = []
+        for slot in range(self.layout.slots):
+            pieces = [p for p in self.pieces(rank) if p.slot == slot]
+            if pieces:
+                fragment = self.fragment(rank, slot)
+                last = fragment.end - fragment.begin + self.starts[fragment.number]
+                queries = [*(p.begin for p in pieces), fragment.end]
+                found.append((queries, [*(self.bounds[p.sequence] for p in pieces), last]))
+        return found
 
 
 def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:

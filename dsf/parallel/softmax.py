@@ -22,12 +22,14 @@ from dsf.parallel.world import World
 
 def attend(
     recurrence: Recurrence, world: World, shards: Sequence[Bound], cache: KVCache | None, bounds: list[int] | None,
-    form: str,
-) -> list[tuple[Tensor, KVCache]]:  # fmt: skip
-    """(y, the global cache) of this process's ranks: each rank's queries with the gathered keys, masked by position.
+    form: str, wanted: bool,
+) -> list[tuple[Tensor, KVCache | None]]:  # fmt: skip
+    """(y, the global cache if wanted) of this process's ranks: each rank's queries with the gathered keys.
 
-    The keys' and values' gradients return to the ranks that hold them; a cache's gradient is the sum over ranks. Shards
-    have equal lengths, or world.sizes, or those of the layout for cu_seqlens; others raise InputError.
+    A piece of a sequence reads its sequence up to its end, as causal attention of the last tokens: no mask is stored.
+    Behind a cache, whose rows differ in length, keys are masked by position. The keys' and values' gradients return to
+    the ranks that hold them; a cache's gradient is the sum over ranks. Shards have equal lengths, or world.sizes, or
+    those of the layout for cu_seqlens; others raise InputError.
     """
     spec = recurrence.spec
     tokens = _total(world, shards, bounds, spec.name)
@@ -43,7 +45,7 @@ def attend(
             rows = bound.sizes.batch if bounds is None else packing.sequences
             check_cache(spec, cache, rows, bound)
     if spec.turns or not spec.is_plain_softmax:
-        found = attend_scores(spec, world, shards, cache, packing, bounds is not None, form)
+        found = attend_scores(spec, world, shards, cache, packing, bounds is not None, form, wanted)
         return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
     own = [_operands(recurrence, bound, form) for bound in shards]
     lengths = [packing.tokens(r) for r in range(world.ranks)]
@@ -52,16 +54,15 @@ def attend(
     outputs = []
     for rank, bound, (a, _, _, scale), (k, v) in zip(world.here, shards, own, everything, strict=True):
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        counts = torch.full((keys.shape[0],), tokens, dtype=torch.int64, device=keys.device)
-        if bounds is None:
-            whole = extend(_to(cache, keys.dtype), keys, values, counts)
-            final = whole
+        old = None if cache is None else cache.to(keys.dtype)
+        final = _final(old, keys, values, tokens, bounds).to(bound.dtype) if wanted else None
+        if old is None:
+            y = _by_piece(form, a, keys, values, packing.reads(rank), scale)
         else:
-            whole = _beside(_to(cache, keys.dtype), keys, values, counts)
-            final = _by_sequence(_to(cache, keys.dtype), keys, values, bounds)
-        seen = _seen(packing, rank, cache, whole.k.shape[2], bounds is not None, a.device)
-        y = _read(form, a, whole, seen, scale).transpose(1, 2)
-        outputs.append((y.to(bound.dtype), final.to(bound.dtype)))
+            whole = _behind(old, keys, values, bounds is not None)
+            seen = _seen(packing, rank, old, bounds is not None, a.device)
+            y = _read(form, a, whole[0], whole[1], seen, scale)
+        outputs.append((y.transpose(1, 2).to(bound.dtype), final))
     return outputs
 
 
@@ -100,19 +101,20 @@ def _operands(recurrence: Recurrence, bound: Bound, form: str) -> tuple[Tensor, 
     return found.a, found.k, found.v, 1.0
 
 
-def _to(cache: KVCache | None, dtype: torch.dtype) -> KVCache | None:
-    return None if cache is None else cache.to(dtype)
-
-
-def _beside(cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor) -> KVCache:
-    """Packed: one row, the caches of all sequences one after the other, then the tokens."""
-    if cache is None:
-        return KVCache(k, v, counts)
+def _behind(cache: KVCache, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values of the caches, then of the tokens; packed: the caches of all sequences one after the other."""
 
     def row(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0) if packed else x
 
-    return KVCache(torch.cat([row(cache.k), k], dim=2), torch.cat([row(cache.v), v], dim=2), counts)
+    return torch.cat([row(cache.k), k], dim=2), torch.cat([row(cache.v), v], dim=2)
+
+
+def _final(cache: KVCache | None, k: Tensor, v: Tensor, tokens: int, bounds: list[int] | None) -> KVCache:
+    """The global final cache."""
+    if bounds is not None:
+        return _by_sequence(cache, k, v, bounds)
+    return extend(cache, k, v, torch.full((k.shape[0],), tokens, dtype=torch.int64, device=k.device))
 
 
 def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int]) -> KVCache:
@@ -129,29 +131,45 @@ def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int])
     return extend(cache, rows(k), rows(v), counts) if cache is not None else KVCache(rows(k), rows(v), counts)
 
 
-def _seen(
-    packing: Packing, rank: int, cache: KVCache | None, places: int, packed: bool, device: torch.device
-) -> Tensor:
-    """Which keys of the whole row each of this rank's queries reads: bool [B or 1, 1, T, places]."""
-    own = torch.tensor(packing.positions(rank), dtype=torch.int64, device=device)
-    every = torch.arange(packing.bounds[-1], device=device)
+def _seen(packing: Packing, rank: int, cache: KVCache, packed: bool, device: torch.device) -> Tensor:
+    """Which keys of the cache and the whole row each of this rank's queries reads: bool [B or 1, 1, T, places]."""
+    own, every = packing.positions(rank, device), torch.arange(packing.bounds[-1], device=device)
+    held = torch.arange(cache.k.shape[2], device=device) < cache.lengths[:, None]  # [B or S, places of the cache]
+    seen = every[None] <= own[:, None]
     if not packed:
-        start = torch.zeros(1, dtype=torch.int64, device=device) if cache is None else cache.lengths
-        last = start[:, None] + own[None]
-        return (torch.arange(places, device=device)[None, None] <= last[..., None])[:, None]
+        batch, tokens = len(held), len(own)
+        parts = [held[:, None].expand(batch, tokens, -1), seen[None].expand(batch, tokens, -1)]
+        return torch.cat(parts, dim=2)[:, None]
     bounds = torch.tensor(packing.bounds, device=device)
     mine, theirs = (torch.searchsorted(bounds[1:], x, right=True) for x in (own, every))
-    seen = (mine[:, None] == theirs[None]) & (every[None] <= own[:, None])
-    if cache is not None:
-        used = torch.arange(cache.k.shape[2], device=device)[None] < cache.lengths[:, None]  # [S, places]
-        same = mine[:, None] == torch.arange(packing.sequences, device=device)[None]  # [T, S]
-        seen = torch.cat([(same[..., None] & used[None]).flatten(1), seen], dim=1)
+    same = mine[:, None] == torch.arange(packing.sequences, device=device)[None]  # [T, S]
+    seen = torch.cat([(same[..., None] & held[None]).flatten(1), seen & (mine[:, None] == theirs[None])], dim=1)
     return seen[None, None]
 
 
-def _read(form: str, a: Tensor, whole: KVCache, seen: Tensor, scale: float) -> Tensor:
+def _by_piece(
+    form: str, a: Tensor, k: Tensor, v: Tensor, reads: Sequence[tuple[list[int], list[int]]], scale: float
+) -> Tensor:
+    """y [B, H, T, P] of queries without a cache. reads: those of the rank."""
+    found: list[Tensor] = []
+    for queries, keys in reads:
+        found += (
+            _read(form, *x, None, scale) for x in zip(_cut(a, queries), _cut(k, keys), _cut(v, keys), strict=True)
+        )
+    if not found:  # no tokens; the gradients of the keys are still exchanged
+        return a @ spread_heads(k, a.shape[1]).mT @ spread_heads(v, a.shape[1])
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _cut(x: Tensor, places: list[int]) -> Sequence[Tensor]:
+    """The tokens of x [B, H, T, ...] from each place to the next."""
+    sizes = [b - a for a, b in pairwise([0, *places, x.shape[2]])]
+    return x.split(sizes, dim=2)[1:-1]
+
+
+def _read(form: str, a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     """y [B, H, T, P]."""
     if form in ("auto", "chunk"):
-        return fused(a, whole.k, whole.v, seen, scale)
-    keys, values = spread_heads(whole.k, a.shape[1]), spread_heads(whole.v, a.shape[1])
+        return fused(a, k, v, seen, scale)
+    keys, values = spread_heads(k, a.shape[1]), spread_heads(v, a.shape[1])
     return softmax_matrix(scale * a, keys, seen) @ values
