@@ -8,7 +8,7 @@ transposed maps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class _Windows:
         self.parts: list[Fragment] = [
             plain_fragment(layout, rank, s, tokens) if packing is None else packing.fragment(rank, s) for s in slots
         ]
-        self.pieces: list[Piece] = [] if packing is None else packing.pieces(rank)
+        self.pieces: Sequence[Piece] = () if packing is None else packing.pieces(rank)
         rows = u.shape[0] if packing is None else packing.sequences
         if state is not None and tuple(state.shape) != (rows, u.shape[2], past):
             raise InputError(
@@ -163,19 +163,19 @@ class _Windows:
 
     def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Any, Tensor]:
         rows = [windows[p.slot] if p.continued else self.first(p.sequence) for p in self.pieces]
-        bounds = torch.tensor([0, *(p.end for p in self.pieces)], device=self.u.device)
+        bounds = packing.own(self.rank).on(self.u.device) if rows else None
         start = torch.cat(rows) if rows else torch.zeros_like(windows[0])
-        y, _ = _mapped(conv, self.u, start.transpose(1, 2), bounds)
+        y, lasts = _mapped(conv, self.u, start.transpose(1, 2), bounds)
         unused = 0 * windows.sum()
         y = _each(lambda part: part + unused, y)
-        ended = self.u.new_zeros(packing.sequences, self.past, self.u.shape[2])
-        for row, piece in zip(rows, self.pieces, strict=True):
-            if not piece.goes_on:
-                last = self.after(row, piece.begin, piece.end)
-                ended = ended.index_copy(0, torch.tensor([piece.sequence], device=ended.device), last)
-        for s in packing.without_tokens() if self.rank == 0 else []:
-            ended = ended.index_copy(0, torch.tensor([s], device=ended.device), self.first(s))
-        return y, ended.transpose(1, 2)
+        without = packing.without_tokens() if self.rank == 0 else []
+        spare = [self.first(s).transpose(1, 2) for s in without]
+        keep = [row for row, piece in enumerate(self.pieces) if not piece.goes_on]
+        ended = self.u.new_zeros(packing.sequences, self.u.shape[2], self.past)
+        if keep or spare:
+            places = torch.tensor(packing.ends(self.rank), device=ended.device)
+            ended = ended.index_copy(0, places, torch.cat([lasts[keep], *spare]))
+        return y, ended
 
 
 def _shifted(x: Tensor, count: Tensor, back: bool = False) -> Tensor:

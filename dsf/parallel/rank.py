@@ -40,7 +40,7 @@ class Rank:
             self.fresh: Several[bool] = [n == 0 for n in range(self.layout.fragments)]
             kept = plain_fragments if type(tokens) is int else plain_fragments.__wrapped__  # traced: uncached
             self.parts: Several[Fragment] = kept(self.layout, self.rank, tokens)
-            self.pieces: list[Piece] = []
+            self.pieces: Several[Piece] = ()
         else:
             self.fresh = [self.packing.is_fresh(n) for n in range(self.layout.fragments)]
             self.parts = [self.packing.fragment(self.rank, s) for s in range(self.layout.slots)]
@@ -146,8 +146,8 @@ class Rank:
         if not self.pieces:
             y = torch.zeros(1, 0, sizes.heads, sizes.p, dtype=summary.bound.dtype, device=none.device)
             return y, torch.cat(spare) if spare else none[:0]
-        bounds = [0, *(p.end for p in self.pieces)]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        assert self.packing is not None
+        cu_seqlens = self.packing.own(self.rank)
         how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
         call: dict[str, Any] = {**summary.bound.tensors, "initial_state": torch.cat(rows), "return_state": True}
         y, last = summary.recurrence(**call, cu_seqlens=cu_seqlens, **how)

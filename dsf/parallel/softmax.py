@@ -19,6 +19,8 @@ from dsf.parallel.scores import attend_scores
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
 
+Reads = Sequence[tuple[list[int], list[int]]]  # as Packing.reads
+
 
 def attend(
     recurrence: Recurrence, world: World, shards: Sequence[Bound], cache: KVCache | None, bounds: list[int] | None,
@@ -50,17 +52,20 @@ def attend(
     own = [_operands(recurrence, bound, form) for bound in shards]
     lengths = [packing.tokens(r) for r in range(world.ranks)]
     both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in own]
-    everything = gather_all(world, both, lengths)
+    reads = [packing.reads(rank) for rank in world.here]
+    reaches = None if wanted or cache is not None else [_reach(each) for each in reads]
+    everything = gather_all(world, both, lengths, reaches)
     outputs = []
-    for rank, bound, (a, _, _, scale), (k, v) in zip(world.here, shards, own, everything, strict=True):
+    for place, (bound, (a, _, _, scale), (k, v)) in enumerate(zip(shards, own, everything, strict=True)):
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         old = None if cache is None else cache.to(keys.dtype)
         final = _final(old, keys, values, tokens, bounds).to(bound.dtype) if wanted else None
         if old is None:
-            y = _by_piece(form, a, keys, values, packing.reads(rank), scale)
+            begin = 0 if reaches is None else reaches[place][0]
+            y = _by_piece(form, a, keys, values, reads[place], begin, scale)
         else:
             whole = _behind(old, keys, values, bounds is not None)
-            seen = _seen(packing, rank, old, bounds is not None, a.device)
+            seen = _seen(packing, world.here[place], old, bounds is not None, a.device)
             y = _read(form, a, whole[0], whole[1], seen, scale)
         outputs.append((y.transpose(1, 2).to(bound.dtype), final))
     return outputs
@@ -147,15 +152,18 @@ def _seen(packing: Packing, rank: int, cache: KVCache, packed: bool, device: tor
     return seen[None, None]
 
 
-def _by_piece(
-    form: str, a: Tensor, k: Tensor, v: Tensor, reads: Sequence[tuple[list[int], list[int]]], scale: float
-) -> Tensor:
-    """y [B, H, T, P] of queries without a cache. reads: those of the rank."""
+def _reach(reads: Reads) -> tuple[int, int]:
+    """The first and the last (exclusive) token that any of a rank's queries reads."""
+    return min((keys[0] for _, keys in reads), default=0), max((keys[-1] for _, keys in reads), default=0)
+
+
+def _by_piece(form: str, a: Tensor, k: Tensor, v: Tensor, reads: Reads, begin: int, scale: float) -> Tensor:
+    """y [B, H, T, P] of queries without a cache. k and v begin with the token `begin`; reads: those of the rank."""
     found: list[Tensor] = []
     for queries, keys in reads:
-        found += (
-            _read(form, *x, None, scale) for x in zip(_cut(a, queries), _cut(k, keys), _cut(v, keys), strict=True)
-        )
+        places = [place - begin for place in keys]
+        cut = zip(_cut(a, queries), _cut(k, places), _cut(v, places), strict=True)
+        found += (_read(form, *each, None, scale) for each in cut)
     if not found:  # no tokens; the gradients of the keys are still exchanged
         return a @ spread_heads(k, a.shape[1]).mT @ spread_heads(v, a.shape[1])
     return found[0] if len(found) == 1 else torch.cat(found, dim=2)
@@ -163,8 +171,9 @@ def _by_piece(
 
 def _cut(x: Tensor, places: list[int]) -> Sequence[Tensor]:
     """The tokens of x [B, H, T, ...] from each place to the next."""
-    sizes = [b - a for a, b in pairwise([0, *places, x.shape[2]])]
-    return x.split(sizes, dim=2)[1:-1]
+    if len(places) == 2:
+        return [x if places == [0, x.shape[2]] else x[:, :, places[0] : places[1]]]
+    return x.split([b - a for a, b in pairwise([0, *places, x.shape[2]])], dim=2)[1:-1]
 
 
 def _read(form: str, a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
