@@ -180,7 +180,7 @@ def test_the_cache_and_the_output_have_the_inputs_type(dtype, form):
 
 @pytest.mark.parametrize("heads", [(6, 6, 6), (6, 2, 3)])
 def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
-    from dsf.call import attention
+    from dsf.call import operands as call
     from dsf.call.bind import bind
     from dsf.call.run import timed_inputs
     from dsf.mixers import get
@@ -189,8 +189,8 @@ def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
     w, g = torch.randn(6, 3, dtype=torch.float64), torch.randn(2, 7, 2, dtype=torch.float64)
     for spec, given in ((get("softmax_attention").recurrence.spec, (q, k, v)), (scaled_heads.spec, (q, k, v, w, g))):
         bound = bind(spec, given, {})
-        *found, scale = attention.fused_operands(spec, bound, timed_inputs(spec, bound))
-        whole = attention.operands(spec, bound, timed_inputs(spec, bound))
+        *found, scale = call.fused_operands(spec, bound, timed_inputs(spec, bound))
+        whole = call.operands(spec, bound, timed_inputs(spec, bound))
         for x, y in zip(found, (whole.a / scale, whole.k, whole.v), strict=True):
             assert_same(x, y)
     assert found[0].data_ptr() == q.data_ptr() and scale == 1.0

@@ -382,6 +382,37 @@ class One(World):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "headtail"])
+def test_later_calls_of_attention_are_remembered(layout, monkeypatch):
+    """By shapes, boundaries, gradients and whether the cache is wanted; one tensor may be several inputs."""
+    from dsf.parallel import softmax as over_ranks
+
+    world, softmax = Simulated(2, layout), mixers.softmax_attention
+    q, k, v = torch.randn(3, 1, 24, 2, 4, dtype=torch.float64)
+    packings = [None, dsf.Packing([0, 5, 5, 19, 24]), dsf.Packing([0, 12, 24])]
+    cases = [(cu, given, wanted) for cu in packings for given in ((q, k, v), (q, q, q)) for wanted in (False, True)]
+    routes, made = [], over_ranks.route_of
+    monkeypatch.setattr(over_ranks, "route_of", lambda *args: routes.append(args) or made(*args))
+
+    def run(given, pull, cu, wanted, **more):
+        leaves = {id(x): x.clone().requires_grad_(pull) for x in given}
+        out = softmax(*(leaves[id(x)] for x in given), cu_seqlens=cu, return_state=wanted, **more)
+        parts = [out]
+        if wanted:
+            used = out[1].in_use()[:, None, :, None]
+            parts = [out[0], *(x.masked_fill(~used, 0.0) for x in out[1][:2])]
+        loss = sum((x * torch.arange(1.0, x.shape[-1] + 1)).sin().sum() for x in parts)
+        return *parts, *(torch.autograd.grad(loss, list(leaves.values())) if pull else ())
+
+    for _ in range(2):
+        for pull in (True, False):
+            for cu, given, wanted in cases:
+                expected, found = run(given, pull, cu, wanted), run(given, pull, cu, wanted, parallel=world)
+                for one, other in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert len(routes) == 2 * 6  # with and without gradients; aliases are no other kind
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "headtail"])
 @pytest.mark.parametrize("bounds", [None, [0, 3, 3, 8, 12]])
 def test_places_of_tokens(layout, bounds):
     """Whatever a rank holds, its positions are those of the whole."""

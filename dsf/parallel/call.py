@@ -26,7 +26,7 @@ from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
-from dsf.parallel import fused
+from dsf.parallel import fused, softmax
 from dsf.parallel.agree import Said, agree, check_tokens, described, is_open, length_of, options_of
 from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
@@ -163,18 +163,19 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    kind = None
-    if cu_seqlens is None and not reverse and not world.check:
-        kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
+    kind, known = None, cu_seqlens is None or (spec.is_attention and isinstance(cu_seqlens, packing.Packing))
+    if known and not reverse and not world.check:
+        options = (return_state, form, backend, None if cu_seqlens is None else cu_seqlens.bounds)
+        kind, tensors = fused.kind_of(recurrence, args, kwargs, state, options)
         route = None if kind is None else world.routes.get(kind)
         if route is not None:
             return _along(route, recurrence, world, tensors, state, return_state)
-    options = [("return_state", return_state), ("reverse", reverse), ("form", form)]
+    told = [("return_state", return_state), ("reverse", reverse), ("form", form)]
     given: dict[str, Tensor] = {}
 
     def say() -> Said:
         given.update(_named(spec, args, kwargs))
-        return _said(spec, world, given, state, cu_seqlens, options)
+        return _said(spec, world, given, state, cu_seqlens, told)
 
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     agree(world, spec.name, say, lambda: _look(recurrence, world, given, state, cu_seqlens, form, backend), first)
@@ -189,15 +190,16 @@ def call(
         return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     first = next(given[i.name] for i in spec.inputs if i.kind.time)
+    kind = None if is_open(first) else kind  # captured calls have not been compared
     with no_autocast(first):
         if spec.is_attention:
-            from dsf.parallel.softmax import attend
-
             bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
-            found = attend(recurrence, world, bound_of, state, bounds, form, return_state)
+            way = softmax.route_of(recurrence, world, bound_of, state, bounds, form, return_state)
+            found = way.attend(world, bound_of, state)
+            if kind is not None:
+                world.routes.put(kind, way)
         else:
-            known = None if is_open(first) else kind  # captured calls have not been compared
-            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, known)
+            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, kind)
             found = [(y.to(first.dtype), final) for y, final in found]
     y, final = _joined(world, found, return_state)
     y = y.flip(1) if reverse else y
@@ -215,18 +217,21 @@ def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool
 
 
 def _along(
-    route: fused.Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...], state: Tensor | None,
-    return_state: bool,
+    route: fused.Route | softmax.Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...],
+    state: Tensor | None, return_state: bool,
 ) -> Any:  # fmt: skip
-    """A call of a kind that ran on the kernels before: its checks, plan and exchange are known. tensors: its inputs."""
+    """A call of a kind that ran before, whose checks, plan and exchange are known. tensors: its inputs."""
     timed, shards = recurrence._calls.timed, [tensors]
     if isinstance(world, Simulated):
         each = [[world.shard_of(r, x)[0] if t else x for x, t in zip(tensors, timed, strict=True)] for r in world.here]
         shards = [tuple(shard) for shard in each]
     first = tensors[timed.index(True)]
     with no_autocast(first):
-        ranks = route.ranks(shards, None if state is None else state.detach())
-        found = fused.run(Job(world, route.exchange, ranks, return_state), route.hollows, state)
+        if isinstance(route, softmax.Route):
+            found = route.run(world, shards)
+        else:
+            ranks = route.ranks(shards, None if state is None else state.detach())
+            found = fused.run(Job(world, route.exchange, ranks, return_state), route.hollows, state)
     y, final = _joined(world, found, return_state)
     y = y.to(first.dtype)
     return (y, final) if return_state else y

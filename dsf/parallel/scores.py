@@ -9,8 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsf.call.attention import Operands, finish, operands, scores_options
+from dsf.call.attention import finish, scores_options
 from dsf.call.bind import Bound, angle_width, cached_heads, key_width
+from dsf.call.operands import Operands, operands
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, extend, spread_heads

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dsf.call.attention import fused_operands, operands
 from dsf.call.bind import Bound, cached_heads, check_cache
+from dsf.call.operands import fused_operands, operands
 from dsf.call.recurrence import Recurrence
 from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
@@ -22,16 +23,70 @@ from dsf.parallel.world import World
 Reads = Sequence[tuple[list[int], list[int]]]  # as Packing.reads
 
 
-def attend(
+@dataclass(frozen=True)
+class Route:
+    """What calls of one kind have in common, which `World.routes` keeps of those without a cache.
+
+    likes: the calls of this process's ranks, without tensors. bounds: cu_seqlens, or None. wanted: the final cache.
+    """
+
+    recurrence: Recurrence
+    packing: Packing
+    bounds: list[int] | None
+    likes: list[Bound]
+    form: str
+    wanted: bool
+
+    def run(self, world: World, shards: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, KVCache | None]]:
+        """`attend`. shards: the inputs of each rank, in the order of the declaration."""
+        names = self.recurrence._calls.names
+        given = [
+            Bound(dict(zip(names, tensors, strict=True)), like.sizes, like.dtype, like.compute, like.device)
+            for like, tensors in zip(self.likes, shards, strict=True)
+        ]
+        return self.attend(world, given, None)
+
+    def attend(
+        self, world: World, shards: Sequence[Bound], cache: KVCache | None
+    ) -> list[tuple[Tensor, KVCache | None]]:
+        """(y, the global cache if wanted) of this process's ranks: each rank's queries with the gathered keys.
+
+        A piece of a sequence reads its sequence up to its end, as causal attention of the last tokens: no mask is
+        stored. Behind a cache, whose rows differ in length, keys are masked by position. The keys' and values'
+        gradients return to the ranks that hold them; a cache's gradient is the sum over ranks.
+        """
+        spec, packing, form, packed = self.recurrence.spec, self.packing, self.form, self.bounds is not None
+        if spec.turns or not spec.is_plain_softmax:
+            found = attend_scores(spec, world, shards, cache, packing, packed, form, self.wanted)
+            return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
+        own = [_operands(self.recurrence, bound, form) for bound in shards]
+        lengths = [packing.tokens(r) for r in range(world.ranks)]
+        both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in own]
+        reads = [packing.reads(rank) for rank in world.here]
+        reaches = None if self.wanted or cache is not None else [_reach(each) for each in reads]
+        everything = gather_all(world, both, lengths, reaches)
+        outputs = []
+        for place, (bound, (a, _, _, scale), (k, v)) in enumerate(zip(shards, own, everything, strict=True)):
+            keys, values = k.transpose(1, 2), v.transpose(1, 2)
+            old = None if cache is None else cache.to(keys.dtype)
+            final = _final(old, keys, values, self.bounds).to(bound.dtype) if self.wanted else None
+            if old is None:
+                begin = 0 if reaches is None else reaches[place][0]
+                y = _by_piece(form, a, keys, values, reads[place], begin, scale)
+            else:
+                whole = _behind(old, keys, values, packed)
+                y = _read(form, a, *whole, _seen(packing, world.here[place], old, packed, a.device), scale)
+            outputs.append((y.transpose(1, 2).to(bound.dtype), final))
+        return outputs
+
+
+def route_of(
     recurrence: Recurrence, world: World, shards: Sequence[Bound], cache: KVCache | None, bounds: list[int] | None,
     form: str, wanted: bool,
-) -> list[tuple[Tensor, KVCache | None]]:  # fmt: skip
-    """(y, the global cache if wanted) of this process's ranks: each rank's queries with the gathered keys.
+) -> Route:  # fmt: skip
+    """The route of a call, with its checks. wanted: the final cache.
 
-    A piece of a sequence reads its sequence up to its end, as causal attention of the last tokens: no mask is stored.
-    Behind a cache, whose rows differ in length, keys are masked by position. The keys' and values' gradients return to
-    the ranks that hold them; a cache's gradient is the sum over ranks. Shards have equal lengths, or world.sizes, or
-    those of the layout for cu_seqlens; others raise InputError.
+    Shards have equal lengths, or world.sizes, or those of the layout for cu_seqlens; others raise InputError.
     """
     spec = recurrence.spec
     tokens = _total(world, shards, bounds, spec.name)
@@ -46,29 +101,8 @@ def attend(
         if cache is not None:
             rows = bound.sizes.batch if bounds is None else packing.sequences
             check_cache(spec, cache, rows, bound)
-    if spec.turns or not spec.is_plain_softmax:
-        found = attend_scores(spec, world, shards, cache, packing, bounds is not None, form, wanted)
-        return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
-    own = [_operands(recurrence, bound, form) for bound in shards]
-    lengths = [packing.tokens(r) for r in range(world.ranks)]
-    both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in own]
-    reads = [packing.reads(rank) for rank in world.here]
-    reaches = None if wanted or cache is not None else [_reach(each) for each in reads]
-    everything = gather_all(world, both, lengths, reaches)
-    outputs = []
-    for place, (bound, (a, _, _, scale), (k, v)) in enumerate(zip(shards, own, everything, strict=True)):
-        keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        old = None if cache is None else cache.to(keys.dtype)
-        final = _final(old, keys, values, tokens, bounds).to(bound.dtype) if wanted else None
-        if old is None:
-            begin = 0 if reaches is None else reaches[place][0]
-            y = _by_piece(form, a, keys, values, reads[place], begin, scale)
-        else:
-            whole = _behind(old, keys, values, bounds is not None)
-            seen = _seen(packing, world.here[place], old, bounds is not None, a.device)
-            y = _read(form, a, whole[0], whole[1], seen, scale)
-        outputs.append((y.transpose(1, 2).to(bound.dtype), final))
-    return outputs
+    likes = [replace(bound, tensors={}) for bound in shards]
+    return Route(recurrence, packing, bounds, likes, form, wanted)
 
 
 def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None, name: str) -> int:
@@ -115,11 +149,11 @@ def _behind(cache: KVCache, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor,
     return torch.cat([row(cache.k), k], dim=2), torch.cat([row(cache.v), v], dim=2)
 
 
-def _final(cache: KVCache | None, k: Tensor, v: Tensor, tokens: int, bounds: list[int] | None) -> KVCache:
+def _final(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int] | None) -> KVCache:
     """The global final cache."""
     if bounds is not None:
         return _by_sequence(cache, k, v, bounds)
-    return extend(cache, k, v, torch.full((k.shape[0],), tokens, dtype=torch.int64, device=k.device))
+    return extend(cache, k, v, torch.full((k.shape[0],), k.shape[2], dtype=torch.int64, device=k.device))
 
 
 def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int]) -> KVCache:
