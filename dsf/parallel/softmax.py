@@ -37,8 +37,10 @@ class Route:
     form: str
     wanted: bool
 
-    def run(self, world: World, shards: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, KVCache | None]]:
-        """`attend`. shards: the inputs of each rank, in the order of the declaration."""
+    def run(
+        self, world: World, shards: Sequence[Sequence[Tensor]], state: None, return_state: bool
+    ) -> list[tuple[Tensor, KVCache | None]]:
+        """`attend` without a cache. shards: the inputs of each rank, in the order of the declaration."""
         names = self.recurrence._calls.names
         given = [
             Bound(dict(zip(names, tensors, strict=True)), like.sizes, like.dtype, like.compute, like.device)
