@@ -381,6 +381,29 @@ class One(World):
         return [drive(one, lambda request: self.heard) for one in steps]
 
 
+def test_packed_layers_over_ranks_read_their_own_sequences_and_sum_only_states_that_are_wanted():
+    """An infinity at the end of a rank, and of a sequence, stays there; without a state, windows and states are sent
+    once each way."""
+    torch.manual_seed(0)
+    world, layer, bounds = Simulated(2), mixers.GatedDeltaNet(16).double(), dsf.Packing([0, 12, 12, 24])
+    x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
+    broken = x.detach().clone()
+    broken[0, 11] = torch.inf
+    with torch.no_grad():
+        expected = layer(x, cu_seqlens=bounds)[0]
+        for use_cache in (True, False):
+            found = layer(broken, cu_seqlens=bounds, use_cache=use_cache, parallel=world)[0]
+            torch.testing.assert_close(found[:, 12:], expected[:, 12:], rtol=1e-9, atol=1e-9)
+    kinds = []
+    for use_cache in (True, False):
+        world.log = []
+        y, state = layer(x, cu_seqlens=bounds, use_cache=use_cache, parallel=world)
+        torch.autograd.grad(y.sin().sum(), x)
+        assert (state is None) is not use_cache
+        kinds.append([entry[0] for entry in world.log])
+    assert kinds == [["gather", "sum", "gather", "sum", "sum", "gather", "sum", "gather"], ["gather"] * 4]
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "headtail"])
 def test_later_calls_of_attention_are_remembered(layout, monkeypatch):
     """By shapes, boundaries, gradients and whether the cache is wanted; one tensor may be several inputs."""

@@ -36,9 +36,11 @@ Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, T
 
 
 def convolve(
-    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World
-) -> tuple[Any, Tensor]:
+    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World, wanted: bool = True
+) -> tuple[Any, Tensor | None]:
     """conv(u, state, cu_seqlens) of the global sequences: (this rank's outputs [B, T, C], the global final state).
+
+    wanted: the final state, which costs packed sequences a collective; None for it where it is not.
 
     conv: causal, with a state [B or sequences, C, past] of its last `past` inputs, zeros where None is given; its
     outputs may be a tuple of tensors [B, T, ...]. u: this rank's tokens [B, T, C], or all of them for a `Simulated`
@@ -56,9 +58,11 @@ def convolve(
     ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
     found = list(_entered(world, past, *(rank.tails() for rank in ranks)))
     windows, ends = found[: len(ranks)], found[len(ranks) :]
-    outputs = [rank.run(conv, w) for rank, w in zip(ranks, windows, strict=True)]
+    outputs = [rank.run(conv, w, wanted) for rank, w in zip(ranks, windows, strict=True)]
     ys = [y if isinstance(y, tuple) else (y,) for y, _ in outputs]
-    if packing is not None:
+    if packing is not None and not wanted:
+        ends = []
+    elif packing is not None:
         count, width = len(ranks), len(ys[0])
         shared = _Shared.apply(world, count * width, *(x for y in ys for x in y), *(ended for _, ended in outputs))
         ys = [tuple(shared[r * width : (r + 1) * width]) for r in range(count)]
@@ -67,6 +71,8 @@ def convolve(
         ends = [x.transpose(1, 2) for x in ends]
     whole = tuple(world.whole_of(parts) for parts in zip(*ys, strict=True)) if isinstance(world, Simulated) else ys[0]
     y = whole if isinstance(outputs[0][0], tuple) else whole[0]
+    if not ends:
+        return y, None
     return y, ends[0] if len(ends) == 1 else torch.stack(ends).mean(0)
 
 
@@ -145,14 +151,14 @@ class _Windows:
             found.append(torch.cat([written, count], dim=1))
         return torch.stack(found)
 
-    def run(self, conv: Convolution, windows: Tensor) -> tuple[Any, Tensor]:
-        """This rank's outputs, and packed: the final states of the sequences that end here, zeros for the others.
+    def run(self, conv: Convolution, windows: Tensor, wanted: bool) -> tuple[Any, Tensor]:
+        """This rank's outputs, and packed, if wanted: the final states of the sequences that end here, else zeros.
 
         windows: [slots, B, past, C], zeros before the sequence's first token; every rank's outputs depend on them, so
         that every rank takes part in the backward collective.
         """
         if self.packing is not None:
-            return self._run_packed(conv, self.packing, windows)
+            return self._run_packed(conv, self.packing, windows, wanted)
         rows = [
             self.first(0) + w if part.number == 0 else w for part, w in zip(self.parts, windows.unbind(0), strict=True)
         ]
@@ -161,13 +167,15 @@ class _Windows:
         y, _ = _mapped(conv, rows_of_slots(self.u, slots), start.transpose(1, 2), None)
         return _each(lambda part: tokens_of_rows(part, slots), y), self.u
 
-    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Any, Tensor]:
+    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor, wanted: bool) -> tuple[Any, Tensor]:
         rows = [windows[p.slot] if p.continued else self.first(p.sequence) for p in self.pieces]
         bounds = packing.own(self.rank).on(self.u.device) if rows else None
         start = torch.cat(rows) if rows else torch.zeros_like(windows[0])
+        if not any(p.continued for p in self.pieces):  # no number of the windows is read, and yet their gradient
+            start = start + windows[..., :0].sum()
         y, lasts = _mapped(conv, self.u, start.transpose(1, 2), bounds)
-        unused = 0 * windows.sum()
-        y = _each(lambda part: part + unused, y)
+        if not wanted:
+            return y, lasts
         without = packing.without_tokens() if self.rank == 0 else []
         spare = [self.first(s).transpose(1, 2) for s in without]
         keep = [row for row, piece in enumerate(self.pieces) if not piece.goes_on]
