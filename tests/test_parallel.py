@@ -15,6 +15,7 @@ from dsf.checking.ranges import ranges_of
 from dsf.kernels.affine import Frame, composed, entered
 from dsf.mixers._module import Span
 from dsf.parallel import Link, Sequence, Simulated, attach
+from dsf.parallel import call as calls_over_ranks
 from dsf.parallel.collectives import Gather, Sum, Swap, drive
 from dsf.parallel.derive import adjoint, kind_of_map
 from dsf.parallel.layout import Layout, Packing
@@ -402,6 +403,37 @@ def test_packed_layers_over_ranks_read_their_own_sequences_and_sum_only_states_t
         assert (state is None) is not use_cache
         kinds.append([entry[0] for entry in world.log])
     assert kinds == [["gather", "sum", "gather", "sum", "sum", "gather", "sum", "gather"], ["gather"] * 4]
+
+
+@pytest.mark.parametrize("recurrence", [gated_delta, stabilised, turned, mixers.s6], ids=lambda r: r.name)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_later_calls_of_recurrences_are_remembered(recurrence, reverse, monkeypatch):
+    """On torch, whole and packed, with states and without: the third call is as right as the first, and none is cut,
+    checked and planned again but those of framed declarations, whose plain systems are."""
+    inputs, names = sample(recurrence, B=1, T=12), [i.name for i in recurrence.spec.inputs if i.kind.time]
+    world, made = Simulated(3), []
+    first = calls_over_ranks._first
+    monkeypatch.setattr(calls_over_ranks, "_first", lambda *args: made.append(args) or first(*args))
+    alike = [n for n in names if inputs[n].shape == inputs[names[0]].shape]
+    packings = [(None, 1), (dsf.Packing([0, 3, 3, 9, 12]), 4), (torch.tensor([0, 4, 12]), 2)]
+
+    def run(given, cu, state, **more):
+        leaves = {id(x): x.clone().requires_grad_() for x in (*given.values(), *([] if state is None else [state]))}
+        start = None if state is None else leaves[id(state)]
+        tensors = {n: leaves[id(x)] for n, x in given.items()}
+        out = recurrence(**tensors, initial_state=start, cu_seqlens=cu, return_state=True, reverse=reverse, **more)
+        loss = out[0].sin().sum() + recurrence.true_state(out[1], out[0].shape[-1]).cos().sum()
+        return out[0], *torch.autograd.grad(loss, list(leaves.values()))
+
+    for number in range(3):
+        before = len(made)
+        for cu, rows in packings:
+            state = recurrence(**sample(recurrence, B=rows, T=2), return_state=True)[1] if rows != 2 else None
+            for given in (inputs, {**inputs, **dict.fromkeys(alike, inputs[alike[0]])}):
+                whole, found = run(given, cu, state), run(given, cu, state, parallel=world)
+                for one, other in zip(found, whole, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+        assert (len(made) > before) is not (number > 0)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "headtail"])

@@ -49,13 +49,13 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    kind, known = None, cu_seqlens is None or isinstance(cu_seqlens, packing.Packing)
-    if known and not reverse and not world.check:
-        options = (return_state, form, backend, None if cu_seqlens is None else cu_seqlens.bounds)
-        kind, tensors = fused.kind_of(recurrence, args, kwargs, state, options)
-        route = None if kind is None else world.routes.get(kind)
+    kept = cu_seqlens.bounds if isinstance(cu_seqlens, packing.Packing) else None
+    options, kind = (return_state, form, backend), None
+    if (cu_seqlens is None or kept is not None) and not reverse:
+        kind, tensors, route = _known(recurrence, world, args, kwargs, state, (*options, kept))
         if route is not None:
-            return _along(route, recurrence, world, tensors, state, return_state)
+            y, final = _along(route, recurrence, world, tensors, state, return_state)
+            return (y, final) if return_state else y
     told = [("return_state", return_state), ("reverse", reverse), ("form", form)]
     given: dict[str, Tensor] = {}
 
@@ -74,6 +74,38 @@ def call(
         bounds = None if bounds is None else flipped_bounds(bounds)
     if spec.is_framed:
         return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
+    tensors, route = (), None
+    if kind is None:  # reversed, or boundaries in a tensor
+        kind, tensors, route = _known(
+            recurrence, world, (), given, state, (*options, None if bounds is None else tuple(bounds))
+        )
+    if route is not None:
+        y, final = _along(route, recurrence, world, tensors, state, return_state)
+    else:
+        y, final = _first(recurrence, world, given, state, bounds, return_state, form, backend, kind)
+    y = y.flip(1) if reverse else y
+    if not return_state:
+        return y
+    return y, flipped_rows(final, packed) if reverse else final
+
+
+def _known(
+    recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any,
+    options: tuple[Any, ...],
+) -> tuple[Any, tuple[Tensor, ...], Route | None]:  # fmt: skip
+    """(a call's kind, its inputs in order, its route if the kind is known); the kind is None where none is kept."""
+    if world.check:
+        return None, (), None
+    kind, tensors = fused.kind_of(recurrence, args, kwargs, state, options)
+    return kind, tensors, None if kind is None else world.routes.get(kind)
+
+
+def _first(
+    recurrence: Recurrence, world: World, given: Mapping[str, Tensor], state: Any, bounds: list[int] | None,
+    return_state: bool, form: str, backend: str, kind: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(y, the final state or None) of a call of a kind that is not known, which it is from now on."""
+    spec = recurrence.spec
     shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
     first = next(given[i.name] for i in spec.inputs if i.kind.time)
     kind = None if is_open(first) else kind  # captured calls have not been compared
@@ -87,11 +119,7 @@ def call(
         else:
             found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, kind)
             found = [(y.to(first.dtype), final) for y, final in found]
-    y, final = _joined(world, found, return_state)
-    y = y.flip(1) if reverse else y
-    if not return_state:
-        return y
-    return y, flipped_rows(final, packed) if reverse else final
+    return _joined(world, found, return_state)
 
 
 def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool) -> tuple[Tensor, Any]:
@@ -105,8 +133,11 @@ def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool
 def _along(
     route: Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...], state: Tensor | None,
     return_state: bool,
-) -> Any:  # fmt: skip
-    """A call of a kind that ran before, whose checks, plan and exchange are known. tensors: its inputs."""
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(y, the final state or None) of a call of a kind that ran before, whose checks, plan and exchange are known.
+
+    tensors: its inputs.
+    """
     timed, shards = recurrence._calls.timed, [tensors]
     if isinstance(world, Simulated):
         each = [[world.shard_of(r, x)[0] if t else x for x, t in zip(tensors, timed, strict=True)] for r in world.here]
@@ -115,8 +146,7 @@ def _along(
     with no_autocast(first):
         found = route.run(world, shards, state, return_state)
     y, final = _joined(world, found, return_state)
-    y = y.to(first.dtype)
-    return (y, final) if return_state else y
+    return y.to(first.dtype), final
 
 
 def _run_framed(

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsf.call.bind import Bound, check_state
 from dsf.call.digits import of_enough_digits
 from dsf.call.frame import Framed, Places, last_of, shifted
+from dsf.call.packing import Packing
 from dsf.call.plan import CONVOLUTION, LONG, Plan, make_plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.language.annotations import Value
@@ -23,6 +24,7 @@ from dsf.language.operator import I
 from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.parallel.halo import convolve
+from dsf.parallel.layout import boundaries
 from dsf.parallel.world import World
 from dsf.torch.columns import state_columns
 
@@ -45,7 +47,7 @@ def call(
         check_state(spec, state, expected, given)
     bound = given if form == CONVOLUTION else of_enough_digits(spec, given, _plan(spec, given, form, backend), True)
     state = None if state is None else state.to(bound.compute)
-    framed = _Spread(world, None if bounds is None else torch.tensor(bounds), spec, frame, bound, None, state)
+    framed = _Spread(world, None if bounds is None else boundaries(tuple(bounds)), spec, frame, bound, None, state)
     framed.make()
     tensors = _of_one_dtype(framed.inner(), {i.name for i in frame.spec.inputs if i.kind.time}, sizes.heads)
     how: dict[str, Any] = {**tensors, "cu_seqlens": framed.cu_seqlens, "return_state": True}
@@ -74,7 +76,7 @@ def _of_one_dtype(inner: Bound, timed: set[str], heads: int) -> dict[str, Tensor
 class _Spread(Framed):
     """One framed call whose tokens are spread over ranks."""
 
-    def __init__(self, world: World, cu_seqlens: Tensor | None, *args: Any) -> None:
+    def __init__(self, world: World, cu_seqlens: Packing | None, *args: Any) -> None:
         super().__init__(*args)
         self.world, self.cu_seqlens = world, cu_seqlens
 
@@ -82,6 +84,7 @@ class _Spread(Framed):
         """x of the token before, which may be another rank's, and x of every sequence's last token."""
         state = None if start is None else start.flatten(1).unsqueeze(-1)
         moved, last = convolve(_previous, 1, x.flatten(2), state, self.cu_seqlens, self.world)
+        assert last is not None
         return moved.unflatten(2, x.shape[2:]), last.squeeze(-1).unflatten(1, x.shape[2:])
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:

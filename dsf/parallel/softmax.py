@@ -38,7 +38,7 @@ class Route:
     wanted: bool
 
     def run(
-        self, world: World, shards: Sequence[Sequence[Tensor]], state: None, return_state: bool
+        self, world: World, shards: Sequence[Sequence[Tensor]], state: object, return_state: bool
     ) -> list[tuple[Tensor, KVCache | None]]:
         """`attend` without a cache. shards: the inputs of each rank, in the order of the declaration."""
         names = self.recurrence._calls.names
