@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, turned
+from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, trapezoid, turned
 
 import dsf
 from dsf import Key, Pair, Param, Scalar, System, Value, mixers, sigmoid, turn
@@ -403,6 +403,22 @@ def test_packed_layers_over_ranks_read_their_own_sequences_and_sum_only_states_t
         assert (state is None) is not use_cache
         kinds.append([entry[0] for entry in world.log])
     assert kinds == [["gather", "sum", "gather", "sum", "sum", "gather", "sum", "gather"], ["gather"] * 4]
+
+
+@pytest.mark.parametrize("bounds", [None, dsf.Packing([0, 5, 12])], ids=["whole", "packed"])
+def test_turns_and_previous_values_send_no_final_states_where_none_are_wanted(bounds):
+    inputs = {n: x.requires_grad_() for n, x in sample(trapezoid, B=1, T=12).items()}
+    whole, _ = trapezoid(**inputs, cu_seqlens=bounds, return_state=True)
+    expected = torch.autograd.grad(whole.sin().sum(), list(inputs.values()))
+    world = Simulated(2)
+    for wanted in (True, False):
+        world.log = []
+        out = trapezoid(**inputs, cu_seqlens=bounds, return_state=wanted, parallel=world)
+        y = out[0] if wanted else out
+        grads = torch.autograd.grad(y.sin().sum(), list(inputs.values()))
+        for one, other in zip((y, *grads), (whole, *expected), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+        assert ("sum" in {entry[0] for entry in world.log}) is wanted
 
 
 @pytest.mark.parametrize("recurrence", [gated_delta, stabilised, turned, mixers.s6], ids=lambda r: r.name)
