@@ -85,6 +85,20 @@ def trained(asked, ids, sequence, mesh):
     return {"losses": losses, "ms": statistics.median(times[2:] or times), "ms_all": times, "peak_mib": peak()}
 
 
+def half(asked, facts):
+    """One GPU's half of a record that --json holds no other half of, made under the same conditions, or None."""
+    if asked.json is None or not asked.json.exists():
+        return None
+    data = json.loads(asked.json.read_text())
+    same = "ranks" not in data and all(data.get(name) == x for name, x in facts.items())
+    return data["one"] if same and len(data["one"]["losses"]) == asked.steps else None
+
+
+def save(asked, record):
+    if asked.json:
+        asked.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def page(data):
     """The table of a record."""
     last = f"loss after {len(data['one']['losses'])} steps"
@@ -119,22 +133,26 @@ def main():
     dist.init_process_group("gloo" if asked.dry else "nccl", timeout=timedelta(seconds=180))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     ids = text(asked.steps, asked.tokens, device)
-    one = trained(asked, ids, None, None)
-    if not dist.get_rank():
-        print("one:", json.dumps(one), flush=True)
+    facts = {
+        "device": "cpu" if asked.dry else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "commit": asked.commit, "tokens": asked.tokens,
+    }  # fmt: skip
+    one = half(asked, facts)
+    if one is None:
+        one = trained(asked, ids, None, None)
+        if not dist.get_rank():
+            print("one:", json.dumps(one), flush=True)
+            save(asked, {**facts, "one": one})
     sequence = shared(mesh["cp"], asked.layout, asked.tokens)
     ranks = trained(asked, ids, sequence, mesh["cp"])
     if not dist.get_rank():
         pairs = zip(one["losses"], ranks["losses"], strict=True)
         record = {
-            "device": "cpu" if asked.dry else torch.cuda.get_device_name(), "torch": torch.__version__,
-            "commit": asked.commit, "tokens": asked.tokens, "layout": asked.layout, "ranks_count": sequence.ranks,
-            "one": one, "ranks": ranks,
+            **facts, "layout": asked.layout, "ranks_count": sequence.ranks, "one": one, "ranks": ranks,
             "apart": max(abs(a - b) / b for a, b in pairs), "strong": one["ms"] / (sequence.ranks * ranks["ms"]),
         }  # fmt: skip
         print(page(record), flush=True)
-        if asked.json:
-            asked.json.write_text(json.dumps(record, indent=1) + "\n")
+        save(asked, record)
     dist.barrier()  # until all is written
     dist.destroy_process_group()
     time.sleep(0.5)  # gloo's threads free the last tensors, with Python's lock: where Python ends before, torch aborts
