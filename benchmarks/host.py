@@ -1,14 +1,15 @@
 """Times what a call takes on the host, without a GPU: all but the launches, which do nothing here.
 
 python benchmarks/host.py [--only gated_deltanet s6] [--lengths 2000]
-python benchmarks/host.py --ranks 2 [--rank 0] [--exchange gather] [--only gated_deltanet layer]
+python benchmarks/host.py --ranks 2 [--rank 0] [--exchange gather] [--packed] [--only gated_deltanet layer]
 
 Forward + backward of small inputs, medians in ms of processor time of single calls: of sizes that were met before, of a
 length that was not, and of `--lengths` lengths in turn, again and again. A kernel counts as compiled.
 
 --ranks: what a call over so many ranks takes on one of them, of sizes that were met before, beside the plain call; its
 collectives return at once. Microseconds, and in brackets how many Python functions are entered and torch operators are
-dispatched, without gradients, forward and backward. layer: GatedDeltaNet with its convolution.
+dispatched, without gradients, forward and backward. layer: GatedDeltaNet with its convolution; "layer NAME": another
+mixer's. softmax_attention and layers have 64 tokens, as torch's attention computes. --packed: six sequences.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsf import Recurrence, mixers
+from dsf import Packing, Recurrence
 from dsf.kernels import convolution, norm
 from dsf.kernels.triton import launch, operators
 from dsf.mixers import get
@@ -96,13 +97,18 @@ def counted(run):
     return entered, ops.count
 
 
-def both_ways(name, **parallel):
-    """(forward, the leaves of its graph) of a recurrence or the layer."""
-    if name == "layer":
-        layer = mixers.GatedDeltaNet(32, n_heads=2, dtype=torch.bfloat16)
+def both_ways(name, ranks, packed, **parallel):
+    """(forward, the leaves of its graph) of a recurrence or a layer. ranks: that share the packed sequences."""
+    short = name.startswith("layer") or name == "softmax_attention"
+    tokens = 64 if short else 2048
+    if packed:
+        parallel["cu_seqlens"] = Packing([tokens * ranks * place // 6 for place in range(7)])
+    if name.startswith("layer"):
+        layer = get(name.partition(" ")[2] or "gated_deltanet").module(32, n_heads=2, dtype=torch.bfloat16)
         x = torch.ones(1, 64, 32, dtype=torch.bfloat16, requires_grad=True)
         return lambda: layer(x, use_cache=False, **parallel)[0], [x, *layer.parameters()]
-    recurrence, x = get(name).recurrence, inputs(get(name).recurrence, 2048)
+    recurrence = get(name).recurrence
+    x = inputs(recurrence, tokens)
     return lambda: recurrence(**x, **parallel), list(x.values())
 
 
@@ -134,20 +140,21 @@ def split(forward, leaves, repeats=300):
     return ", ".join(f"{t:.0f} ({n}, {ops})" for t, (n, ops) in zip(times, counts, strict=True))
 
 
-def over_ranks(names, rank, ranks, exchange):
+def over_ranks(names, rank, ranks, exchange, packed):
     """Print a row for every name."""
     kernels = convolution._chosen, norm._chosen
     convolution._chosen = lambda x, weight, backend, *rest: kernels[0](x, weight, "triton", *rest)
     norm._chosen = lambda x, gate, activation, backend, size: kernels[1](x, gate, activation, "triton", size)
-    Recurrence.__call__.__kwdefaults__["backend"] = "triton"
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     Sequence.tell = lambda self, text, device: [text] * self.ranks
     cp = Sequence(exchange=exchange)
     warnings.simplefilter("ignore")
     print("us (functions, operators) without gradients, forward, backward")
     for name in names:
-        print(f"{name}, plain: {split(*both_ways(name))}")
-        print(f"{name}, rank {rank} of {ranks}: {split(*both_ways(name, parallel=cp))}", flush=True)
+        attends = name.endswith("softmax_attention")
+        Recurrence.__call__.__kwdefaults__["backend"] = "auto" if attends else "triton"
+        print(f"{name}, plain: {split(*both_ways(name, 1, packed))}")
+        print(f"{name}, rank {rank} of {ranks}: {split(*both_ways(name, ranks, packed, parallel=cp))}", flush=True)
 
 
 def main():
@@ -157,13 +164,14 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--exchange", default="auto")
+    parser.add_argument("--packed", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     launch.runner = operators.runner = runner
     torch.cuda.current_device = lambda: 0
     choose.interpreted = lambda: True  # CPU tensors pass
     if options.ranks > 1:
-        return over_ranks(options.only, options.rank, options.ranks, options.exchange)
+        return over_ranks(options.only, options.rank, options.ranks, options.exchange, options.packed)
     print("recurrence: sizes met before, a new length, lengths in turn [ms, forward + backward]")
     for name in options.only:
         operators.forget()

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsf.kernels.turns import turn_pairs
 
+MASK = 1 << 31  # most entries of a mask in one call of torch's attention, whose kernels count them in 32 bits
 LEAST_ROOM = 64  # places of a cache that tokens are appended to, and by which those of fixed memory are counted
 
 
@@ -223,26 +224,50 @@ def visible(cache: KVCache | None, tokens: int, device: torch.device) -> Tensor 
     return (places[None, None] <= last[..., None])[:, None]
 
 
+def causal(tokens: int, places: int, device: torch.device) -> Tensor:
+    """Which of `places` tokens each of the last `tokens` of them sees: bool [T, S]."""
+    return torch.ones(tokens, places, dtype=torch.bool, device=device).tril(places - tokens)
+
+
 def softmax_matrix(a: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
-    """Phi [B, H, T, S] by definition: exponentials over their sum. a: [B, H, T, N], k: [B, H, S, N]."""
+    """Phi [B, H, T, S] by definition: exponentials over their sum. a: [B, H, T, N], k: [B, H, S, N].
+
+    seen: which places each query reads; None: a's are the last T of S tokens.
+    """
     scores = a @ k.transpose(-1, -2)
     if seen is None:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=a.device).tril()
+        seen = causal(a.shape[2], k.shape[2], a.device)
     return scores.masked_fill(~seen, float("-inf")).softmax(-1)
 
 
 def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1.0) -> Tensor:
     """The online softmax (torch's fused attention) of scale · a.
 
-    a: [B, H, T, N], k, v with heads dividing H -> [B, H, T, P].
+    a: [B, H, T, N], k, v with heads dividing H -> [B, H, T, P]. seen: as of `softmax_matrix`.
     """
+    tokens, places = a.shape[2], k.shape[2]
+    stored = seen is not None
+    if seen is None and tokens != places:
+        stored = not (a.is_cuda and type(a) is Tensor)
+        seen = causal(tokens, places, a.device) if stored else _unstored(tokens, places)
+    if seen is not None and stored and tokens * places > MASK:
+        rows = max(1, MASK // places)
+        parts = zip(a.split(rows, dim=2), seen.split(rows, dim=-2), strict=True)
+        return torch.cat([fused(part, k, v, mask, scale) for part, mask in parts], dim=2)
     grouped = a.shape[1] != k.shape[1] or a.shape[1] != v.shape[1]
-    if k.shape[1] != v.shape[1]:
+    if k.shape[1] != v.shape[1] or (grouped and seen is not None and not stored and a.dtype.itemsize > 2):
         k, v = spread_heads(k, a.shape[1]), spread_heads(v, a.shape[1])
         grouped = False
     return F.scaled_dot_product_attention(
         a, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _unstored(tokens: int, places: int) -> Tensor:
+    """`causal` as torch's kernels on a GPU know it, without memory; graphs cannot hold it."""
+    from torch.nn.attention.bias import causal_lower_right  # this import takes seconds
+
+    return causal_lower_right(tokens, places)
 
 
 def spread_heads(x: Tensor, heads: int) -> Tensor:

@@ -32,7 +32,15 @@ def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:
     """Each pair of x turned by its angle. x: [..., N, p], angle: [..., 1 or N/2, 1] -> [..., N, p]."""
     first, second = x.unflatten(-2, (-1, 2)).unbind(-2)
     cosine, sine = angle.cos(), angle.sin()
-    return torch.stack([cosine * first - sine * second, sine * first + cosine * second], dim=-2).flatten(-3, -2)
+    low = torch.addcmul(cosine * first, sine, second, value=-1)
+    return torch.stack([low, torch.addcmul(sine * first, cosine, second)], dim=-2).flatten(-3, -2)
+
+
+def turned_back(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """`turn_pairs` by minus the angle of that cosine and sine."""
+    first, second = x.unflatten(-2, (-1, 2)).unbind(-2)
+    high = torch.addcmul(cosine * second, sine, first, value=-1)
+    return torch.stack([torch.addcmul(cosine * first, sine, second), high], dim=-2).flatten(-3, -2)
 
 
 class _TurnedAndRounded(torch.autograd.Function):

@@ -194,10 +194,10 @@ class Mixer(Owner, Divided):
         Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         world = self.parallel if parallel is None else parallel
-        check_call(self, x, state, cu_seqlens, attention_mask, world)
+        check_call(self, x, state, cu_seqlens, attention_mask, world, use_cache)
         if reverse:
             return self._backwards(x, state, cu_seqlens, use_cache, world, tokens)
-        inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world)
+        inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world, keep=use_cache)
         options = {"initial_state": state.recurrent, "cu_seqlens": cu_seqlens, "parallel": world}
         if not use_cache:
             return self.readout(self.recurrence(**inputs, **options), side), None
@@ -303,8 +303,9 @@ class Mixer(Owner, Divided):
         tokens: dict[str, Tensor],
         world: World | None = None,
         in_place: bool = False,
+        keep: bool = True,
     ) -> tuple[dict[str, Any], Side, MixerState]:
-        """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`)."""
+        """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`). keep: it is wanted."""
         bounds = tensor_of(cu_seqlens, x.device)
         if state is not None:
             self.check_state(state, x.shape[0] if bounds is None else bounds.shape[0] - 1)
@@ -316,7 +317,7 @@ class Mixer(Owner, Divided):
             span = span._replace(places=places_of(world, x, cu_seqlens, self.positional or self.resets))
             if torch.compiler.is_compiling() and span.places is not None and span.places.place is not None:
                 u = torch.ops.dsf.after(u, [span.places.place])  # ranks' graphs keep collectives in one order
-        u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place)
+        u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place, keep)
         inputs = self.arguments(u, side, span, **tokens)
         position = span.after(x) if self.positional else None
         return (
@@ -327,10 +328,10 @@ class Mixer(Owner, Divided):
 
     def convolve(
         self, u: Tensor, past: Tensor | None, cu_seqlens: Tensor | Packing | None, world: World | None,
-        in_place: bool = False,
+        in_place: bool = False, keep: bool = True,
     ) -> tuple[Any, Tensor | None]:  # fmt: skip
         """u [B, T, C] after the short convolution, if any, and the convolution's new state, in the old one's memory
-        where in_place and possible."""
+        where in_place and possible. keep: it is wanted; else it may be None."""
         if self.conv1d is None:
             return u, None
         if world is None:
@@ -339,7 +340,7 @@ class Mixer(Owner, Divided):
             return self.conv1d(u, past, tensor_of(cu_seqlens, u.device))
         from dsf.parallel.halo import convolve
 
-        return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world)
+        return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world, keep)
 
 
 def _takes(past: Tensor | None, u: Tensor) -> bool:
@@ -349,7 +350,7 @@ def _takes(past: Tensor | None, u: Tensor) -> bool:
 
 def check_call(
     layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
-    world: World | None,
+    world: World | None, use_cache: bool,
 ) -> None:  # fmt: skip
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
 
@@ -361,7 +362,7 @@ def check_call(
     if world is not None:
         from dsf.parallel.agree import agree_layer
 
-        agree_layer(world, layer, x, state, cu_seqlens, look)
+        agree_layer(world, layer, x, state, cu_seqlens, look, ("use_cache", use_cache))
     look()  # also of calls of a kind that ranks have compared already
 
 

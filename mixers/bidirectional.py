@@ -56,7 +56,7 @@ class BothWays(Owner, Divided):
         Raises InputError for a state, a mask with padding, and reverse=True.
         """
         world = self.parallel if parallel is None else parallel
-        check_call(self, x, None, cu_seqlens, attention_mask, world)
+        check_call(self, x, None, cu_seqlens, attention_mask, world, False)
         if reverse:
             raise InputError(
                 f"{type(self).__name__}: it reads its sequences in both directions, so reverse=True would only "
@@ -101,7 +101,7 @@ class Bidirectional(BothWays):
 def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
     """y [B, T, H, P] of a layer's convolution and recurrence, from the u of its `project` on whole sequences."""
     span = Span(True, tensor_of(cu_seqlens, u.device))
-    u, _ = way.convolve(u, None, cu_seqlens, world)
+    u, _ = way.convolve(u, None, cu_seqlens, world, keep=False)
     inputs: dict[str, Any] = way.arguments(u, (), span)
     y: Tensor = way.recurrence(**inputs, cu_seqlens=cu_seqlens, parallel=world)
     return y

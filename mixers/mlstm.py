@@ -146,7 +146,7 @@ class MLSTM(Mixer):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         *gates, u = side
-        y = F.layer_norm(y, y.shape[-1:]).flatten(2) * self.norm + self.skip * u
+        y = torch.addcmul(self.skip * u, F.layer_norm(y, y.shape[-1:]).flatten(2), self.norm)
         for z in gates:
             y = gated(y, z)
         return self.down_proj(y)

@@ -53,8 +53,9 @@ class BlockLinear(Owner):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, H, P] -> [B, T, H, P]."""
-        y = torch.einsum("bthp,hpo->btho", x, self.weight)
-        return y + self.bias.to(y.dtype)
+        rows = x.flatten(0, 1).transpose(0, 1)  # [H, B T, P]
+        y = torch.baddbmm(self.bias.unsqueeze(1).to(x.dtype), rows, self.weight)
+        return y.transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 def _slow_decays(*shape: int) -> Tensor:

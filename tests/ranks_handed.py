@@ -1,9 +1,17 @@
 """More of what the ranks of tests/test_parallel_ranks.py do: states handed on, solves, angles of half precision."""
 
+import importlib
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
 import ranks_work
 import torch
 from ranks_work import OUTPUT, layer_error, own, summed, whole_and_own, worst
 from structures import gated_delta, sample, turned_delta
+from torch.distributed.device_mesh import init_device_mesh
 
 from dsf import mixers
 from dsf.parallel import Sequence
@@ -16,7 +24,27 @@ def two():
     found |= {f"handed on, {name}": error for name, error in handed_on(headtail).items()}
     found["mesanet"] = max(layer_error("mesanet", cp), solved(cp))
     found["turns of half precision"] = max(half_turns(cp, dtype) for dtype in (torch.bfloat16, torch.float16))
+    found["hybrid"] = hybrid()
     return found, *rest
+
+
+def hybrid():
+    """By how much losses of benchmarks/hybrid.py are apart from those of one rank, beyond what roundings are allowed:
+    31 tokens in float32, then head and tail in bfloat16."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    script, mesh = importlib.import_module("hybrid"), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    asked, whole = Namespace(dry=True, lr=1e-3), mock.patch("torch.autocast", lambda *_, **__: nullcontext())
+    excess = 0.0
+    for layout, tokens, precision, allowed in (
+        ("contiguous", 31, whole, 2e-6),
+        ("headtail", 32, nullcontext(), 1e-3),
+    ):
+        ids = script.text(2, tokens, torch.device("cpu"))
+        with precision:
+            one = script.trained(asked, ids, None, None)["losses"]
+            both = script.trained(asked, ids, script.shared(mesh, layout, tokens), mesh)["losses"]
+        excess = max(excess, *(abs(a / b - 1) - allowed for a, b in zip(both, one, strict=True)))
+    return excess
 
 
 def solved(cp):

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import dsf
 from dsf import I, Key, KVCache, Param, Scalar, System, Value, exp_features, mixers
 from dsf.kernels import attention
-from dsf.kernels.attention import extend, spread_heads, visible
+from dsf.kernels.attention import causal, extend, fused, softmax_matrix, spread_heads, visible
 
 softmax = structures.softmax
 FORMS = pytest.mark.parametrize("form", softmax.forms)
@@ -180,7 +180,7 @@ def test_the_cache_and_the_output_have_the_inputs_type(dtype, form):
 
 @pytest.mark.parametrize("heads", [(6, 6, 6), (6, 2, 3)])
 def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
-    from dsf.call import attention
+    from dsf.call import operands as call
     from dsf.call.bind import bind
     from dsf.call.run import timed_inputs
     from dsf.mixers import get
@@ -189,8 +189,8 @@ def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
     w, g = torch.randn(6, 3, dtype=torch.float64), torch.randn(2, 7, 2, dtype=torch.float64)
     for spec, given in ((get("softmax_attention").recurrence.spec, (q, k, v)), (scaled_heads.spec, (q, k, v, w, g))):
         bound = bind(spec, given, {})
-        *found, scale = attention.fused_operands(spec, bound, timed_inputs(spec, bound))
-        whole = attention.operands(spec, bound, timed_inputs(spec, bound))
+        *found, scale = call.fused_operands(spec, bound, timed_inputs(spec, bound))
+        whole = call.operands(spec, bound, timed_inputs(spec, bound))
         for x, y in zip(found, (whole.a / scale, whole.k, whole.v), strict=True):
             assert_same(x, y)
     assert found[0].data_ptr() == q.data_ptr() and scale == 1.0
@@ -304,3 +304,24 @@ def test_a_second_thread_between_takes_memory_of_its_own(monkeypatch):
     theirs = found[0][0]
     assert torch.equal(mine.k, torch.cat([cache.k, first], 2))
     assert torch.equal(theirs.k, torch.cat([cache.k, second], 2))
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 2), (6, 2, 3)])
+@pytest.mark.parametrize("T", [1, 5, 9])
+def test_queries_that_are_the_last_of_the_tokens(T, heads, monkeypatch):
+    """With the mask stored, in rows of few entries, and as torch's kernels know it, which is what a GPU is given."""
+    a, k, v = (torch.randn(2, h, t, 8, requires_grad=True) for h, t in zip(heads, (T, 9, 9), strict=True))
+    keys, values = spread_heads(k, heads[0]), spread_heads(v, heads[0])
+    seen = torch.arange(9) <= torch.arange(9)[-T:, None]
+    assert torch.equal(causal(T, 9, a.device), seen)
+    expected = F.scaled_dot_product_attention(a, keys, values, attn_mask=seen, scale=0.3)
+    found = [fused(a, k, v, None, 0.3), softmax_matrix(0.3 * a, keys, None) @ values]
+    monkeypatch.setattr(attention, "MASK", 20)  # two rows of 9
+    found.append(fused(a, k, v, seen, 0.3))
+    bias = attention._unstored(T, 9)
+    found.append(F.scaled_dot_product_attention(a, keys, values, attn_mask=bias, scale=0.3))
+    wanted = torch.autograd.grad(expected.sin().sum(), (a, k, v))
+    for y in found:
+        grads = torch.autograd.grad(y.sin().sum(), (a, k, v))
+        for one, other in zip((y, *grads), (expected, *wanted), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

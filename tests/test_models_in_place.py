@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,6 +113,23 @@ class Tape(TorchDispatchMode):
             for x, y in zip(pytree.tree_leaves(found), pytree.tree_leaves(again), strict=True):
                 if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in own:
                     x.copy_(y)
+
+
+def test_a_token_s_block_maps_and_skips_add_nothing_by_an_operator_of_its_own():
+    gates, mlstm = mixers.RGLRU(16).input_gate, mixers.MLSTM(16)
+    with torch.no_grad():
+        for module in (gates, mlstm):
+            for parameter in module.parameters():
+                parameter.uniform_()
+        x, y, u = torch.randn(2, 1, *gates.bias.shape), torch.randn(2, 1, *mlstm.dims[::2]), torch.randn(2, 1, 32)
+        with Tape() as tape:
+            found = gates(x), mlstm.readout(y, (u,))
+        kept = [str(function) for function, *_ in tape.kept]
+        assert "aten.baddbmm.default" in kept and "aten.addcmul.default" in kept and "aten.add.Tensor" not in kept
+        inside = F.layer_norm(y, y.shape[-1:]).flatten(2) * mlstm.norm + mlstm.skip * u
+        expected = torch.einsum("bthp,hpo->btho", x, gates.weight) + gates.bias, mlstm.down_proj(inside)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.fixture

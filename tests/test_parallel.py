@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, turned
+from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, trapezoid, turned
 
 import dsf
 from dsf import Key, Pair, Param, Scalar, System, Value, mixers, sigmoid, turn
@@ -15,6 +15,7 @@ from dsf.checking.ranges import ranges_of
 from dsf.kernels.affine import Frame, composed, entered
 from dsf.mixers._module import Span
 from dsf.parallel import Link, Sequence, Simulated, attach
+from dsf.parallel import call as calls_over_ranks
 from dsf.parallel.collectives import Gather, Sum, Swap, drive
 from dsf.parallel.derive import adjoint, kind_of_map
 from dsf.parallel.layout import Layout, Packing
@@ -381,6 +382,107 @@ class One(World):
         return [drive(one, lambda request: self.heard) for one in steps]
 
 
+def test_packed_layers_over_ranks_read_their_own_sequences_and_sum_only_states_that_are_wanted():
+    """An infinity at the end of a rank, and of a sequence, stays there; without a state, windows and states are sent
+    once each way."""
+    torch.manual_seed(0)
+    world, layer, bounds = Simulated(2), mixers.GatedDeltaNet(16).double(), dsf.Packing([0, 12, 12, 24])
+    x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
+    broken = x.detach().clone()
+    broken[0, 11] = torch.inf
+    with torch.no_grad():
+        expected = layer(x, cu_seqlens=bounds)[0]
+        for use_cache in (True, False):
+            found = layer(broken, cu_seqlens=bounds, use_cache=use_cache, parallel=world)[0]
+            torch.testing.assert_close(found[:, 12:], expected[:, 12:], rtol=1e-9, atol=1e-9)
+    kinds = []
+    for use_cache in (True, False):
+        world.log = []
+        y, state = layer(x, cu_seqlens=bounds, use_cache=use_cache, parallel=world)
+        torch.autograd.grad(y.sin().sum(), x)
+        assert (state is None) is not use_cache
+        kinds.append([entry[0] for entry in world.log])
+    assert kinds == [["gather", "sum", "gather", "sum", "sum", "gather", "sum", "gather"], ["gather"] * 4]
+
+
+@pytest.mark.parametrize("bounds", [None, dsf.Packing([0, 5, 12])], ids=["whole", "packed"])
+def test_turns_and_previous_values_send_no_final_states_where_none_are_wanted(bounds):
+    inputs = {n: x.requires_grad_() for n, x in sample(trapezoid, B=1, T=12).items()}
+    whole, _ = trapezoid(**inputs, cu_seqlens=bounds, return_state=True)
+    expected = torch.autograd.grad(whole.sin().sum(), list(inputs.values()))
+    world = Simulated(2)
+    for wanted in (True, False):
+        world.log = []
+        out = trapezoid(**inputs, cu_seqlens=bounds, return_state=wanted, parallel=world)
+        y = out[0] if wanted else out
+        grads = torch.autograd.grad(y.sin().sum(), list(inputs.values()))
+        for one, other in zip((y, *grads), (whole, *expected), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+        assert ("sum" in {entry[0] for entry in world.log}) is wanted
+
+
+@pytest.mark.parametrize("recurrence", [gated_delta, stabilised, turned, mixers.s6], ids=lambda r: r.name)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_later_calls_of_recurrences_are_remembered(recurrence, reverse, monkeypatch):
+    """On torch, whole and packed, with states and without: the third call is as right as the first, and none is cut,
+    checked and planned again but those of framed declarations, whose plain systems are."""
+    inputs, names = sample(recurrence, B=1, T=12), [i.name for i in recurrence.spec.inputs if i.kind.time]
+    world, made = Simulated(3), []
+    first = calls_over_ranks._first
+    monkeypatch.setattr(calls_over_ranks, "_first", lambda *args: made.append(args) or first(*args))
+    alike = [n for n in names if inputs[n].shape == inputs[names[0]].shape]
+    packings = [(None, 1), (dsf.Packing([0, 3, 3, 9, 12]), 4), (torch.tensor([0, 4, 12]), 2)]
+
+    def run(given, cu, state, **more):
+        leaves = {id(x): x.clone().requires_grad_() for x in (*given.values(), *([] if state is None else [state]))}
+        start = None if state is None else leaves[id(state)]
+        tensors = {n: leaves[id(x)] for n, x in given.items()}
+        out = recurrence(**tensors, initial_state=start, cu_seqlens=cu, return_state=True, reverse=reverse, **more)
+        loss = out[0].sin().sum() + recurrence.true_state(out[1], out[0].shape[-1]).cos().sum()
+        return out[0], *torch.autograd.grad(loss, list(leaves.values()))
+
+    for number in range(3):
+        before = len(made)
+        for cu, rows in packings:
+            state = recurrence(**sample(recurrence, B=rows, T=2), return_state=True)[1] if rows != 2 else None
+            for given in (inputs, {**inputs, **dict.fromkeys(alike, inputs[alike[0]])}):
+                whole, found = run(given, cu, state), run(given, cu, state, parallel=world)
+                for one, other in zip(found, whole, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+        assert (len(made) > before) is not (number > 0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "headtail"])
+def test_later_calls_of_attention_are_remembered(layout, monkeypatch):
+    """By shapes, boundaries, gradients and whether the cache is wanted; one tensor may be several inputs."""
+    from dsf.parallel import softmax as over_ranks
+
+    world, softmax = Simulated(2, layout), mixers.softmax_attention
+    q, k, v = torch.randn(3, 1, 24, 2, 4, dtype=torch.float64)
+    packings = [None, dsf.Packing([0, 5, 5, 19, 24]), dsf.Packing([0, 12, 24])]
+    cases = [(cu, given, wanted) for cu in packings for given in ((q, k, v), (q, q, q)) for wanted in (False, True)]
+    routes, made = [], over_ranks.route_of
+    monkeypatch.setattr(over_ranks, "route_of", lambda *args: routes.append(args) or made(*args))
+
+    def run(given, pull, cu, wanted, **more):
+        leaves = {id(x): x.clone().requires_grad_(pull) for x in given}
+        out = softmax(*(leaves[id(x)] for x in given), cu_seqlens=cu, return_state=wanted, **more)
+        parts = [out]
+        if wanted:
+            used = out[1].in_use()[:, None, :, None]
+            parts = [out[0], *(x.masked_fill(~used, 0.0) for x in out[1][:2])]
+        loss = sum((x * torch.arange(1.0, x.shape[-1] + 1)).sin().sum() for x in parts)
+        return *parts, *(torch.autograd.grad(loss, list(leaves.values())) if pull else ())
+
+    for _ in range(2):
+        for pull in (True, False):
+            for cu, given, wanted in cases:
+                expected, found = run(given, pull, cu, wanted), run(given, pull, cu, wanted, parallel=world)
+                for one, other in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert len(routes) == 2 * 6  # with and without gradients; aliases are no other kind
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "headtail"])
 @pytest.mark.parametrize("bounds", [None, [0, 3, 3, 8, 12]])
 def test_places_of_tokens(layout, bounds):
@@ -437,8 +539,8 @@ def test_layouts():
     for world in (Simulated(2, "headtail"), Simulated(3), Simulated(3, sizes=(0, 1, 7))):
         shards = [world.shard_of(r, x)[0] for r in range(world.ranks)]
         assert torch.equal(world.whole_of(shards), x)
-        assert [s[0].tolist() for s in shards] == [world.places(8, r) for r in range(world.ranks)]
-    assert Simulated(2, "headtail").places(8, 0) == [0, 1, 6, 7]
+        assert [s[0].tolist() for s in shards] == [world.places(8, r).tolist() for r in range(world.ranks)]
+    assert Simulated(2, "headtail").places(8, 0).tolist() == [0, 1, 6, 7]
 
 
 def test_pieces_of_packed_sequences():

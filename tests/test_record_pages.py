@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -45,3 +46,17 @@ def test_a_whole_page_is_what_its_record_makes(name: str) -> None:
 
 def test_blocks_are_found() -> None:
     assert {"gpu_matrix", "gpu_scan", "gpu_decode", "gpu_accuracy", "layers"} <= {name for _, name, _ in BLOCKS}
+
+
+def test_a_hybrid_s_run_goes_on_from_its_first_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the same conditions, of as many steps, and where the other half is missing."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hybrid, facts, one = load("hybrid"), {"device": "cpu", "tokens": 301}, {"losses": [3.0, 2.0], "ms": 1.0}
+    asked = Namespace(json=tmp_path / "record.json", steps=2)
+    assert hybrid.half(asked, facts) is None
+    hybrid.save(asked, {**facts, "one": one})
+    assert hybrid.half(asked, facts) == one
+    assert hybrid.half(asked, {**facts, "tokens": 300}) is None
+    assert hybrid.half(Namespace(json=asked.json, steps=3), facts) is None
+    hybrid.save(asked, {**facts, "one": one, "ranks": one})
+    assert hybrid.half(asked, facts) is None

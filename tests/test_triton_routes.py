@@ -70,9 +70,11 @@ def test_a_route_is_of_one_kind_of_call(along):
     with torch.no_grad():
         assert [run(), run()] == [0, 1]
     assert [run(return_state=True), run(return_state=True)] == [0, 1]
-    assert [run(reverse=True), run(reverse=True), run(cu_seqlens=torch.tensor([0, 5, 21]))] == [0, 0, 0]
+    assert [run(reverse=True), run(reverse=True)] == [0, 1]
+    cuts = torch.tensor([0, 5, 21]), dsf.Packing([0, 6, 21]), dsf.Packing([0, 5, 21]), torch.tensor([0, 6, 21])
+    assert [run(cu_seqlens=bounds) for bounds in cuts] == [0, 0, 1, 1]
     recurrence(*given.values(), backend="triton", parallel=world)  # by position
-    assert along[0] == 7
+    assert along[0] == 10
 
 
 def test_an_input_twice_and_transposed(along):

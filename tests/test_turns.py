@@ -32,6 +32,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
+from dsf.kernels.turns import turn_pairs, turned_back
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -412,3 +413,21 @@ def test_copies_and_compiled_calls_agree():
     y = mixers.mamba3(**x)
     for other in (copy.deepcopy(mixers.mamba3), pickle.loads(pickle.dumps(mixers.mamba3))):
         torch.testing.assert_close(other(**x), y)
+
+
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_turning_back_is_turning_by_minus_the_angle(pairs):
+    x = torch.randn(2, 5, 4, 6, 2, dtype=torch.float64, requires_grad=True)
+    angle = torch.randn(2, 5, 4, pairs, 1, dtype=torch.float64, requires_grad=True)
+    first, second = x[..., ::2, :], x[..., 1::2, :]
+    ahead = torch.complex(first, second) * torch.exp(1j * angle)
+    expected = torch.stack([ahead.real, ahead.imag], dim=-2).flatten(-3, -2)
+    found = turn_pairs(x, angle)
+    again = turned_back(found, angle.cos(), angle.sin())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(again, x, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(x)
+    one = torch.autograd.grad((turned_back(x, angle.cos(), angle.sin()) * weight).sum(), (x, angle))
+    other = torch.autograd.grad((turn_pairs(x, -angle) * weight).sum(), (x, angle))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

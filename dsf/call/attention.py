@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,24 +10,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsf.call import packing
-from dsf.call.bind import Bound, angle_width, cache_layout, cached_heads, environment, key_width
+from dsf.call.bind import Bound, cache_layout, environment
+from dsf.call.operands import Operands, fused_operands, operands, rates
 from dsf.call.plan import Plan
-from dsf.call.run import timed_inputs
+from dsf.call.run import Timed, timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, append, extend, fused, joined, spread_heads, visible, write_behind
 from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_behind, place_of
 from dsf.kernels.turns import turn_pairs, turned_and_rounded, whole_turns_left_out
 from dsf.language.attention import divides_by_one
 from dsf.language.errors import FormError
-from dsf.language.expr import KEY, Expr, const, inputs_of
-from dsf.language.operator import split_scale
+from dsf.language.expr import inputs_of
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
-from dsf.torch.evaluate import Evaluator, number_of
+from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import apply_rule
 from dsf.triton.attention import attend
 
-Timed = Mapping[str, Tensor]
 FORMS = {"recurrent": scores.stepwise, "chunk": scores.blocks, "kernel": scores.dense}
 
 
@@ -71,76 +69,6 @@ def empty_cache(spec: Spec, bound: Bound, rows: int) -> KVCache:
     )
     assert k is not None and v is not None and lengths is not None
     return KVCache(k, v, lengths, bias, angle)
-
-
-@dataclass(frozen=True)
-class Operands:
-    """A call's tensors as every form takes them, in the computing dtype, with only as many heads as differ.
-
-    a: [B, H, T, N], k: [B, Hk, T, N], v: [B, Hv, T, P] of C = φ(a), B = φ(k) v (φ: exponential features, or nothing).
-    log: of the decay, and gain: both [B, Hb, T] in float64, or None. angle: [B, Ha, T, N/2 or 1], or None. gate:
-    [B, T, H, P or 1], a factor of y, and skip: added to y, or None. values: the evaluator that made them.
-    """
-
-    a: Tensor
-    k: Tensor
-    v: Tensor
-    log: Tensor | None
-    gain: Tensor | None
-    angle: Tensor | None
-    gate: Tensor | None
-    skip: Tensor | None
-    values: Evaluator
-
-
-def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
-    """The values of one call's expressions."""
-    first = next(iter(timed.values()))
-    batch, tokens, heads, sizes = first.shape[0], first.shape[1], bound.sizes.heads, bound.sizes
-    values = Evaluator(environment(spec, bound, timed), sizes.keys, sizes.p)
-    (row,) = spec.rows
-    (term,) = row.terms
-    gate, core = (const(1), spec.readout) if spec.is_softmax else spec.gated_read
-    query, key = (core.args[0], term.key.args[0]) if spec.is_softmax else (core, term.key)
-    k_heads, v_heads = cached_heads(spec, sizes)[0]
-
-    def layout(x: Tensor, width: int, fewer: int) -> Tensor:
-        return x.expand(batch, tokens, heads, width)[:, :, :: heads // fewer].transpose(1, 2)
-
-    n = key_width(spec, bound.sizes)
-    log, gain, angle = rates(spec, bound, values, batch, tokens)
-    skip = None if spec.system.D is const(0) else values(spec.system.D).squeeze(-2)
-    return Operands(
-        layout(values(query).squeeze(-1), n, heads), layout(values(key).squeeze(-1), n, k_heads),
-        layout(values(term.value).squeeze(-2), sizes.p, v_heads), log, gain, angle,
-        None if gate is const(1) else values(gate).squeeze(-2), skip, values,
-    )  # fmt: skip
-
-
-def rates(
-    spec: Spec, bound: Bound, values: Evaluator, batch: int, tokens: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """log, gain and angle of Operands."""
-    (row,) = spec.rows
-    (term,) = row.terms
-    sizes, (b_heads, a_heads) = bound.sizes, cached_heads(spec, bound.sizes)[1]
-
-    def layout(x: Tensor, width: int, fewer: int) -> Tensor:
-        return x.expand(batch, tokens, sizes.heads, width)[:, :, :: sizes.heads // fewer].transpose(1, 2)
-
-    def number(x: Expr) -> Tensor:
-        return layout(values(x).squeeze(-1), 1, b_heads).squeeze(-1).double()
-
-    log = gain = angle = None
-    if b_heads:
-        assert spec.log_decays is not None
-        log = number(spec.log_decays[0])
-        gain = None if term.gain is None else number(term.gain)
-    if a_heads:
-        found = values(row.normal.angle).squeeze(-1)
-        found = found[..., ::2] if KEY in row.normal.angle.axes else found
-        angle = layout(found, angle_width(spec, sizes), a_heads)
-    return log, gain, angle
 
 
 @dataclass(frozen=True)
@@ -343,34 +271,6 @@ def _may_append(cache: KVCache, k: Tensor, v: Tensor) -> bool:
     plain = all(type(x) is Tensor and not x.requires_grad for x in (cache.k, cache.v, k, v))
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return plain and not traced and not torch.is_grad_enabled()
-
-
-def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:
-    """a / scale, k, v as in `operands` but in the inputs' dtype, and scale.
-
-    Bare inputs, a also with a constant factor, are not copied: half precisions reach torch's fused attention unchanged.
-    """
-    term, kinds = spec.rows[0].terms[0], {i.name: i.kind for i in spec.inputs}
-    factor, query = split_scale(spec.readout.args[0])
-    exprs = (query, term.key.args[0], term.value)
-    heads = (bound.sizes.heads, *cached_heads(spec, bound.sizes)[0])
-
-    def bare(x: Expr, count: int) -> Tensor | None:
-        if x.op != "input" or x.attrs[1] is not None or not kinds[x.attrs[0]].time:
-            return None
-        return spread_heads(timed[x.attrs[0]].transpose(1, 2), count)
-
-    found = [bare(x, count) for x, count in zip(exprs, heads, strict=True)]
-    if inputs_of(factor):
-        found[0] = None
-    scale = 1.0
-    if found[0] is not None:
-        scale = number_of(factor, bound.sizes.keys, bound.sizes.p)
-    if any(x is None for x in found):
-        rest = operands(spec, bound, timed)
-        found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, (rest.a, rest.k, rest.v), strict=True)]
-    a, k, v = (x for x in found if x is not None)
-    return a, k, v, scale
 
 
 def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.call.attention import finish, fused_operands, operands, scores_options, summed
+from dsf.call.attention import finish, scores_options, summed
 from dsf.call.bind import Bound, check_cache, decays
+from dsf.call.operands import fused_operands, operands
 from dsf.call.packing import is_captured
 from dsf.call.run import timed_inputs
 from dsf.kernels import fixed_cache

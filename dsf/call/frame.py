@@ -19,7 +19,7 @@ from dsf.call.digits import of_enough_digits, widened
 from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.oracle import oracle_dtype
-from dsf.kernels.turns import turn_pairs, whole_turns_left_out
+from dsf.kernels.turns import turn_pairs, turned_back, whole_turns_left_out
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
@@ -112,7 +112,7 @@ class Framed:
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The running sum of x within each sequence, and its value at the end of every sequence (0 for empty ones)."""
-        whole = x.cumsum(1)
+        whole = x if x.shape[1] == 1 else x.cumsum(1)
         if self.places is None:
             return whole, last_of(whole, None)
         before = torch.cat([torch.zeros_like(whole[:, :1]), whole[:, :-1]], dim=1)
@@ -179,8 +179,10 @@ class Framed:
             values = {node: self._value(node) for node in inputs_of(x)}
             heads = math.lcm(*(v.shape[2] for v in values.values())) if values else 1
             env = {node: _spread_heads(v.to(self.bound.compute), heads, 2) for node, v in values.items()}
-            like = next(iter(self.bound.tensors.values())).new_zeros((1,) * 5, dtype=self.bound.compute)
-            found = Evaluator(env or {const(0): like}, sizes.keys, sizes.p)(x)
+            if not env:
+                like = next(iter(self.bound.tensors.values()))
+                env[const(0)] = like.new_zeros((1,) * 5, dtype=self.bound.compute)
+            found = Evaluator(env, sizes.keys, sizes.p)(x)
         return found.expand(sizes.batch, sizes.tokens, -1, sizes.keys if KEY in x.axes else 1, -1)
 
     def _turn(self) -> None:
@@ -200,11 +202,12 @@ class Framed:
             for row in {t.row for t in self.frame.turned}
         }
         self.final = _spread_heads(whole_turns_left_out(last, dtype), self.bound.sizes.heads, 1)
+        ways = {row: (angle.cos(), angle.sin()) for row, angle in found.items()}
         for t in self.frame.turned:
-            x, angle = self.evaluate(t.source).to(dtype), found[t.row]
-            heads = math.lcm(x.shape[2], angle.shape[2])
-            x = x.expand(-1, -1, -1, self.bound.sizes.n, -1)
-            self.values[t.node] = turn_pairs(_spread_heads(x, heads, 2), -_spread_heads(angle, heads, 2))
+            x = self.evaluate(t.source).to(dtype)
+            heads = math.lcm(x.shape[2], found[t.row].shape[2])
+            x = _spread_heads(x.expand(-1, -1, -1, self.bound.sizes.n, -1), heads, 2)
+            self.values[t.node] = turned_back(x, *(_spread_heads(part, heads, 2) for part in ways[t.row]))
 
     def _angle(self, x: Expr) -> Tensor:
         """An angle of all tokens in float64, one a pair: [B, T, heads, 1 or N/2, 1]."""

@@ -117,22 +117,26 @@ def _compare(world: Sequence, who: str, texts: list[list[str]]) -> None:
 
 
 def agree_layer(
-    world: World, layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Any, look: Callable[[], object] = lambda: None
-) -> None:
-    """`agree` on the call of a layer: x [B, T, d_model], state a MixerState or None. look: more that it checks."""
+    world: World, layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Any, look: Callable[[], object] = lambda: None,
+    *options: tuple[str, Any],
+) -> None:  # fmt: skip
+    """`agree` on the call of a layer: x [B, T, d_model], state a MixerState or None. look: more that it checks.
+
+    options: of the call, by name.
+    """
     if world.agreed is None or is_open(x):
         return
     who = type(layer).__name__
     spec = getattr(getattr(layer, "recurrence", None), "spec", None)
     attention = spec is not None and spec.is_attention
     kept = None if state is None else tuple(_form(part) for part in state)
-    known = who, attention, x.dtype, x.shape, kept, cu_seqlens is None  # which the kind follows from
+    known = who, attention, x.dtype, x.shape, kept, cu_seqlens is None, options  # which the kind follows from
     if not world.check and world.routes.get(known):
         return
 
     def say() -> Said:
         length = length_of(world, attention, x.shape[1], cu_seqlens)
-        return Said((*options_of(world), ("x", _form(x, True)), ("state", kept), *length), x, cu_seqlens)
+        return Said((*options_of(world), ("x", _form(x, True)), ("state", kept), *options, *length), x, cu_seqlens)
 
     def checks() -> None:
         look()

@@ -1,155 +1,41 @@
 """One call of a recurrence whose tokens are spread over ranks: summary, exchange, main pass, and the same backward.
 
 Forward: every rank computes its shard's map (F, M), the exchange returns the shard's initial state, and the usual call
-runs from that state. Backward: `Leave`, an autograd function applied to the outputs, computes C, the gradient of the
-shard's initial state through the shard's own outputs (one pass of the adjoint recurrence), exchanges C, folds it to G,
-the gradient of the shard's final state, and passes G to the backward of the usual call, which runs once. Autograd
+runs from that state. Backward: `generic.Leave`, an autograd function applied to the outputs, computes C, the gradient
+of the shard's initial state through the shard's own outputs (one pass of the adjoint recurrence), exchanges C, folds it
+to G, the gradient of the shard's final state, and passes G to the backward of the usual call, which runs once. Autograd
 differentiates no map, fold or collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsf.call import guard, packing
+from dsf.call import packing
 from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
 from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_cache, check_state
 from dsf.call.digits import of_enough_digits
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
-from dsf.kernels.operators import refuse_second_order
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
-from dsf.parallel import fused
+from dsf.parallel import fused, generic, softmax
 from dsf.parallel.agree import Said, agree, check_tokens, described, is_open, length_of, options_of
-from dsf.parallel.collectives import Request, Sum, tied
 from dsf.parallel.derive import frame_of
-from dsf.parallel.exchange import Exchange, exchange_of
+from dsf.parallel.exchange import exchange_of
+from dsf.parallel.generic import Job
 from dsf.parallel.layout import host_bounds
 from dsf.parallel.rank import Rank, differentiable, no_autocast
-from dsf.parallel.summary import hollow, summary_of
+from dsf.parallel.summary import summary_of
 from dsf.parallel.world import Simulated, World, world_of
 
-
-@dataclass
-class Job:
-    """One call on the ranks of this process."""
-
-    world: World
-    exchange: Exchange
-    ranks: Several[Rank]
-    return_state: bool
-
-    def enter(self) -> list[Any]:
-        """Run the exchange forward: one `Entered` for every rank."""
-        with torch.no_grad(), guard.unwatched():
-            known = [x for rank in self.ranks for x in rank.summary.bound.tensors.values()]
-            return self.world.run([self.exchange.enter(rank) for rank in self.ranks], known)
-
-    def finals(self, lasts: Several[Tensor]) -> list[Tensor]:
-        """The global final states, on every rank."""
-        return self.world.run([_sum(r.ended(x)) for r, x in zip(self.ranks, lasts, strict=True)])
-
-    def leave(self, kept: Several[Several[Tensor]], dfinals: Several[Tensor | None]) -> list[list[Tensor]]:
-        """Run the exchange backward: every rank's G, one tensor a slot. The ranks hold dy and starts."""
-        with guard.unwatched():
-            return self.world.run([self.leaving(r, k, d) for r, k, d in zip(self.ranks, kept, dfinals, strict=True)])
-
-    def again(self, ranks: Several[Rank]) -> Job:
-        """This job with other rank objects, which hold the tensors of the backward pass."""
-        return Job(self.world, self.exchange, ranks, self.return_state)
-
-    def leaving(
-        self, rank: Rank, kept: Several[Tensor], dfinal: Tensor | None
-    ) -> Generator[Request, Tensor, list[Tensor]]:
-        """The exchange backward of one rank."""
-        if dfinal is not None:
-            rank.dfinal = yield Sum(dfinal)
-        return (yield from self.exchange.leave(rank, kept))
-
-
-def _sum(x: Tensor) -> Generator[Request, Tensor, Tensor]:
-    return (yield Sum(x))
-
-
-class Leave(torch.autograd.Function):
-    """Identity on the outputs; backward exchanges the gradients of states (see the module).
-
-    Tensors for every rank of this process: y, last; then starts, after and kept of `Entered`; then the inputs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, job: Job, counts: list[list[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(y of every rank, then, with return_state, the global final states on every rank)."""
-        groups = _grouped(tensors, counts)
-        ctx.counts = counts
-        lasts = [g[0][1] for g in groups]
-        gains = [rank.frame.gain_of(last) for rank, last in zip(job.ranks, lasts, strict=True)]
-        saved = [x for (_, starts, after, kept, given) in groups for x in (*starts, *after, *kept, *given)]
-        ctx.save_for_backward(*gains, *saved)
-        ys = [g[0][0].view_as(g[0][0]) for g in groups]
-        finals = job.finals(lasts) if job.return_state else []
-        ys = [tied(y, finals) for y in ys]
-        ctx.job = job.again([replace(rank, summary=hollow(rank.summary), initial=None) for rank in job.ranks])
-        return (*ys, *finals)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Gradients: dy for y, G for `last`, none for the inputs, which are only saved here."""
-        refuse_second_order()
-        job: Job = ctx.job
-        count = len(job.ranks)
-        every = ctx.saved_tensors  # read once: activation checkpointing allows a single access
-        gains, saved = every[:count], list(every[count:])
-        dys = grads[:count]
-        dfinals: Several[Tensor | None] = [None] * count
-        if job.return_state:  # zeros where nobody asks for the state: a traced graph would sum them in its forward part
-            dfinals = [tied(d, [dy]) for d, dy in zip(grads[count:], dys, strict=True)]
-        groups = _grouped(saved, [c[1:] for c in ctx.counts])
-        ranks = []
-        for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):
-            bound = rank.summary.bound
-            tensors = dict(zip(bound.tensors, given, strict=True))
-            summary = summary_of(
-                rank.summary.recurrence, _with(bound, tensors), rank.summary.form, rank.summary.backend
-            )
-            ranks.append(Rank(rank.rank, rank.layout, summary, rank.packing, None, list(starts), dy))
-        with no_autocast(dys[0]):
-            found = job.again(ranks).leave([kept for _, _, kept, _ in groups], dfinals)
-        out: list[Tensor | None] = []
-        for rank, g, (_, after, _, given), gain, dy, counts in zip(
-            ranks, found, groups, gains, dys, ctx.counts, strict=True
-        ):
-            out += [dy, rank.of_rows(g, after, gain)]
-            out += [None] * sum(counts[1:4])
-            empty = not rank.summary.sizes.tokens  # a rank without tokens returns gradients of zero, not None
-            out += [torch.zeros_like(x) if empty else None for x in given]
-        return None, None, *out
-
-
-def _with(bound: Bound, tensors: Mapping[str, Tensor]) -> Bound:
-    return Bound(tensors, bound.sizes, bound.dtype, bound.compute, bound.device)
-
-
-def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
-    """Split the flat list into one list a rank of lists of these lengths."""
-    rest, found = list(tensors), []
-    for several in counts:
-        groups = []
-        for count in several:
-            groups.append(rest[:count])
-            rest = rest[count:]
-        found.append(groups)
-    return found
-
-
-# -- the call
+Route = fused.Route | generic.Route | softmax.Route
 
 
 def call(
@@ -163,18 +49,19 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
-    kind = None
-    if cu_seqlens is None and not reverse and not world.check:
-        kind, tensors = fused.kind_of(recurrence, args, kwargs, state, (return_state, form, backend))
-        route = None if kind is None else world.routes.get(kind)
+    kept = cu_seqlens.bounds if isinstance(cu_seqlens, packing.Packing) else None
+    options, kind = (return_state, form, backend), None
+    if (cu_seqlens is None or kept is not None) and not reverse:
+        kind, tensors, route = _known(recurrence, world, args, kwargs, state, (*options, kept))
         if route is not None:
-            return _along(route, recurrence, world, tensors, state, return_state)
-    options = [("return_state", return_state), ("reverse", reverse), ("form", form)]
+            y, final = _along(route, recurrence, world, tensors, state, return_state)
+            return (y, final) if return_state else y
+    told = [("return_state", return_state), ("reverse", reverse), ("form", form)]
     given: dict[str, Tensor] = {}
 
     def say() -> Said:
         given.update(_named(spec, args, kwargs))
-        return _said(spec, world, given, state, cu_seqlens, options)
+        return _said(spec, world, given, state, cu_seqlens, told)
 
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     agree(world, spec.name, say, lambda: _look(recurrence, world, given, state, cu_seqlens, form, backend), first)
@@ -187,23 +74,52 @@ def call(
         bounds = None if bounds is None else flipped_bounds(bounds)
     if spec.is_framed:
         return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
-    shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
-    first = next(given[i.name] for i in spec.inputs if i.kind.time)
-    with no_autocast(first):
-        if spec.is_attention:
-            from dsf.parallel.softmax import attend
-
-            bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
-            found = attend(recurrence, world, bound_of, state, bounds, form)
-        else:
-            known = None if is_open(first) else kind  # captured calls have not been compared
-            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, known)
-            found = [(y.to(first.dtype), final) for y, final in found]
-    y, final = _joined(world, found, return_state)
+    tensors, route = (), None
+    if kind is None:  # reversed, or boundaries in a tensor
+        kind, tensors, route = _known(
+            recurrence, world, (), given, state, (*options, None if bounds is None else tuple(bounds))
+        )
+    if route is not None:
+        y, final = _along(route, recurrence, world, tensors, state, return_state)
+    else:
+        y, final = _first(recurrence, world, given, state, bounds, return_state, form, backend, kind)
     y = y.flip(1) if reverse else y
     if not return_state:
         return y
     return y, flipped_rows(final, packed) if reverse else final
+
+
+def _known(
+    recurrence: Recurrence, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: Any,
+    options: tuple[Any, ...],
+) -> tuple[Any, tuple[Tensor, ...], Route | None]:  # fmt: skip
+    """(a call's kind, its inputs in order, its route if the kind is known); the kind is None where none is kept."""
+    if world.check:
+        return None, (), None
+    kind, tensors = fused.kind_of(recurrence, args, kwargs, state, options)
+    return kind, tensors, None if kind is None else world.routes.get(kind)
+
+
+def _first(
+    recurrence: Recurrence, world: World, given: Mapping[str, Tensor], state: Any, bounds: list[int] | None,
+    return_state: bool, form: str, backend: str, kind: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(y, the final state or None) of a call of a kind that is not known, which it is from now on."""
+    spec = recurrence.spec
+    shards = _split(spec, world, given) if isinstance(world, Simulated) else [given]
+    first = next(given[i.name] for i in spec.inputs if i.kind.time)
+    kind = None if is_open(first) else kind  # captured calls have not been compared
+    with no_autocast(first):
+        if spec.is_attention:
+            bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
+            way = softmax.route_of(recurrence, world, bound_of, state, bounds, form, return_state)
+            found = way.attend(world, bound_of, state)
+            if kind is not None:
+                world.routes.put(kind, way)
+        else:
+            found = _run(recurrence, world, shards, state, bounds, return_state, form, backend, kind)
+            found = [(y.to(first.dtype), final) for y, final in found]
+    return _joined(world, found, return_state)
 
 
 def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool) -> tuple[Tensor, Any]:
@@ -215,21 +131,22 @@ def _joined(world: World, found: Several[tuple[Tensor, Any]], return_state: bool
 
 
 def _along(
-    route: fused.Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...], state: Tensor | None,
+    route: Route, recurrence: Recurrence, world: World, tensors: tuple[Tensor, ...], state: Tensor | None,
     return_state: bool,
-) -> Any:  # fmt: skip
-    """A call of a kind that ran on the kernels before: its checks, plan and exchange are known. tensors: its inputs."""
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(y, the final state or None) of a call of a kind that ran before, whose checks, plan and exchange are known.
+
+    tensors: its inputs.
+    """
     timed, shards = recurrence._calls.timed, [tensors]
     if isinstance(world, Simulated):
         each = [[world.shard_of(r, x)[0] if t else x for x, t in zip(tensors, timed, strict=True)] for r in world.here]
         shards = [tuple(shard) for shard in each]
     first = tensors[timed.index(True)]
     with no_autocast(first):
-        ranks = route.ranks(shards, None if state is None else state.detach())
-        found = fused.run(Job(world, route.exchange, ranks, return_state), route.hollows, state)
+        found = route.run(world, shards, state, return_state)
     y, final = _joined(world, found, return_state)
-    y = y.to(first.dtype)
-    return (y, final) if return_state else y
+    return y.to(first.dtype), final
 
 
 def _run_framed(
@@ -271,33 +188,17 @@ def _run(
     choice = world.choice(first.frame, first.sizes.batch * first.sizes.heads, width)
     job = Job(world, exchange_of(choice.name, world.nodes), [], return_state)
     initial = None if state is None else state.detach()
+    remembered = kind is not None and all(one[0] is other[0] for one, other in zip(given, bound_of, strict=True))
     if choice.name != "walk" and packed is None and all(fused.fits(spec, bound, plan) for bound, plan in bound_of):
         passing = [fused.rank_of(n, world.layout, s, initial) for n, s in zip(world.here, summaries, strict=True)]
         job.ranks, hollows = passing, [rank.hollow() for rank in passing]
-        if kind is not None and all(one[0] is other[0] for one, other in zip(given, bound_of, strict=True)):
+        if remembered:
             world.routes.put(kind, fused.Route(job.exchange, hollows))
         return fused.run(job, hollows, state)
     ranks = [Rank(n, world.layout, s, packed, initial) for n, s in zip(world.here, summaries, strict=True)]
-    job.ranks = ranks
-    entered = job.enter()
-    for rank in ranks:
-        rank.initial = state  # from here on the initial state with its graph
-    passes = [rank.main(e.starts) for rank, e in zip(ranks, entered, strict=True)]
-    leaves = [x for r in ranks for x in r.summary.bound.tensors.values()] + ([] if state is None else [state])
-    if not differentiable(leaves):
-        if not return_state:
-            return [(y, None) for y, _ in passes]
-        ended = job.finals([last for _, last in passes])
-        return [(tied(y, ended), final) for (y, _), final in zip(passes, ended, strict=True)]
-    groups: list[list[Several[Tensor]]] = []
-    for rank, e, passed in zip(ranks, entered, passes, strict=True):
-        groups.append([passed, e.starts, e.after, e.kept, list(rank.summary.bound.tensors.values())])
-        rank.initial = None
-    counts = [[len(part) for part in group] for group in groups]
-    out = Leave.apply(job, counts, *(x for group in groups for part in group for x in part))
-    count = len(ranks)
-    finals = out[count:] if return_state else [None] * count
-    return list(zip(out[:count], finals, strict=True))
+    if remembered:
+        world.routes.put(kind, generic.Route(job.exchange, [rank.hollow() for rank in ranks]))
+    return generic.run(job.again(ranks), state)
 
 
 def _alike(finals: Several[Any]) -> Any:

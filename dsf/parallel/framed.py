@@ -16,6 +16,7 @@ from torch import Tensor
 from dsf.call.bind import Bound, check_state
 from dsf.call.digits import of_enough_digits
 from dsf.call.frame import Framed, Places, last_of, shifted
+from dsf.call.packing import Packing
 from dsf.call.plan import CONVOLUTION, LONG, Plan, make_plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.language.annotations import Value
@@ -23,6 +24,7 @@ from dsf.language.operator import I
 from dsf.language.spec import Spec
 from dsf.language.system import System
 from dsf.parallel.halo import convolve
+from dsf.parallel.layout import boundaries
 from dsf.parallel.world import World
 from dsf.torch.columns import state_columns
 
@@ -45,13 +47,17 @@ def call(
         check_state(spec, state, expected, given)
     bound = given if form == CONVOLUTION else of_enough_digits(spec, given, _plan(spec, given, form, backend), True)
     state = None if state is None else state.to(bound.compute)
-    framed = _Spread(world, None if bounds is None else torch.tensor(bounds), spec, frame, bound, None, state)
+    cuts = None if bounds is None else boundaries(tuple(bounds))
+    framed = _Spread(world, cuts, return_state, spec, frame, bound, None, state)
     framed.make()
     tensors = _of_one_dtype(framed.inner(), {i.name for i in frame.spec.inputs if i.kind.time}, sizes.heads)
-    how: dict[str, Any] = {**tensors, "cu_seqlens": framed.cu_seqlens, "return_state": True}
+    how: dict[str, Any] = {**tensors, "cu_seqlens": cuts, "return_state": return_state}
     how |= {"initial_state": None if state is None else state[..., : framed.plain]}
-    y, final = Recurrence(frame.spec)(**how, form=form, backend=backend, parallel=world)
-    return y.to(given.dtype), framed.finish(final).to(given.compute) if return_state else None
+    found = Recurrence(frame.spec)(**how, form=form, backend=backend, parallel=world)
+    if not return_state:
+        return found.to(given.dtype), None
+    y, final = found
+    return y.to(given.dtype), framed.finish(final).to(given.compute)
 
 
 def _plan(spec: Spec, given: Bound, form: str, backend: str) -> Plan:
@@ -72,23 +78,31 @@ def _of_one_dtype(inner: Bound, timed: set[str], heads: int) -> dict[str, Tensor
 
 
 class _Spread(Framed):
-    """One framed call whose tokens are spread over ranks."""
+    """One framed call whose tokens are spread over ranks. wanted: what the final state takes of them, else zeros."""
 
-    def __init__(self, world: World, cu_seqlens: Tensor | None, *args: Any) -> None:
+    def __init__(self, world: World, cu_seqlens: Packing | None, wanted: bool, *args: Any) -> None:
         super().__init__(*args)
-        self.world, self.cu_seqlens = world, cu_seqlens
+        self.world, self.cu_seqlens, self.wanted = world, cu_seqlens, wanted
 
     def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """x of the token before, which may be another rank's, and x of every sequence's last token."""
         state = None if start is None else start.flatten(1).unsqueeze(-1)
-        moved, last = convolve(_previous, 1, x.flatten(2), state, self.cu_seqlens, self.world)
-        return moved.unflatten(2, x.shape[2:]), last.squeeze(-1).unflatten(1, x.shape[2:])
+        moved, last = convolve(_previous, 1, x.flatten(2), state, self.cu_seqlens, self.world, self.wanted)
+        moved = moved.unflatten(2, x.shape[2:])
+        return moved, _nothing(x) if last is None else last.squeeze(-1).unflatten(1, x.shape[2:])
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The sums up to each token, and every sequence's total."""
-        how: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "return_state": True, "parallel": self.world}
-        whole, last = running_sum(x.flatten(2).unsqueeze(2), **how)
-        return whole.squeeze(2).unflatten(2, x.shape[2:]), last.flatten(1).unflatten(1, x.shape[2:])
+        how: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "return_state": self.wanted, "parallel": self.world}
+        found = running_sum(x.flatten(2).unsqueeze(2), **how)
+        whole, last = found if self.wanted else (found, None)
+        whole = whole.squeeze(2).unflatten(2, x.shape[2:])
+        return whole, _nothing(x) if last is None else last.flatten(1).unflatten(1, x.shape[2:])
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """A row of zeros like x [B, T, ...] without its tokens."""
+    return x.new_zeros(x.shape[0], *x.shape[2:])
 
 
 @recurrence

@@ -23,9 +23,11 @@ from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.spec import Spec
 from dsf.parallel.exchange import Exchange
+from dsf.parallel.generic import Job
 from dsf.parallel.layout import Layout, rows_of_slots, tokens_of_rows
 from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import Summary, hollow
+from dsf.parallel.world import World
 from dsf.triton.choose import interpreted
 from dsf.triton.shard import Shard, takes
 
@@ -121,11 +123,11 @@ class Fused(Rank):
         found.summary = hollow(self.summary)
         return found
 
-    def begun(self, operands: Several[Tensor]) -> Fused:
-        """A rank of another call of the kind, with these operands and no other tensor yet."""
+    def begun(self, operands: Several[Tensor], initial: Tensor | None = None) -> Fused:
+        """A rank of another call of the kind, with these operands of its passes and no other tensor yet."""
         found = object.__new__(Fused)
         found.__dict__.update(self.__dict__)
-        found.shard, found.initial, found.starts, found.dy = self.shard.like(operands), None, [], None
+        found.shard, found.initial, found.starts, found.dy = self.shard.like(operands), initial, [], None
         found.dfinal = found.begin = found._summary = found._first = None
         found.held, found.saved, found.later = [], [], []
         return found
@@ -260,9 +262,11 @@ class Route:
     exchange: Exchange
     hollows: list[Fused]
 
-    def ranks(self, shards: Several[Several[Tensor]], initial: Tensor | None) -> list[Fused]:
-        """The ranks of a call. shards: the inputs of each in the order of the declaration. initial: as of `rank_of`."""
-        found = []
+    def run(
+        self, world: World, shards: Several[Several[Tensor]], state: Tensor | None, return_state: bool
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """`run` of a call. shards: the inputs of each rank, in the order of the declaration."""
+        found, initial = [], None if state is None else state.detach()
         for one, tensors in zip(self.hollows, shards, strict=True):
             if one.shard.scans or one.layout.slots > 1:
                 spec, known = one.summary.recurrence.spec, one.summary.bound
@@ -270,10 +274,8 @@ class Route:
                 bound = Bound(given, known.sizes, known.dtype, known.compute, known.device)
                 timed = {i.name for i in spec.inputs if i.kind.time} if one.layout.slots > 1 else set()
                 tensors = Shard.of(spec, _rows_of(bound, timed, one.layout.slots)).operands
-            rank = one.begun(tensors)
-            rank.initial = initial
-            found.append(rank)
-        return found
+            found.append(one.begun(tensors, initial))
+        return run(Job(world, self.exchange, found, return_state), self.hollows, state)
 
 
 def kind_of(

@@ -8,7 +8,7 @@ transposed maps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ Convolution = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Any, T
 
 
 def convolve(
-    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World
-) -> tuple[Any, Tensor]:
+    conv: Convolution, past: int, u: Tensor, state: Tensor | None, cu_seqlens: Any, world: World, wanted: bool = True
+) -> tuple[Any, Tensor | None]:
     """conv(u, state, cu_seqlens) of the global sequences: (this rank's outputs [B, T, C], the global final state).
+
+    wanted: the final state, which costs packed sequences a collective; None for it where it is not.
 
     conv: causal, with a state [B or sequences, C, past] of its last `past` inputs, zeros where None is given; its
     outputs may be a tuple of tensors [B, T, ...]. u: this rank's tokens [B, T, C], or all of them for a `Simulated`
@@ -56,9 +58,11 @@ def convolve(
     ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
     found = list(_entered(world, past, *(rank.tails() for rank in ranks)))
     windows, ends = found[: len(ranks)], found[len(ranks) :]
-    outputs = [rank.run(conv, w) for rank, w in zip(ranks, windows, strict=True)]
+    outputs = [rank.run(conv, w, wanted) for rank, w in zip(ranks, windows, strict=True)]
     ys = [y if isinstance(y, tuple) else (y,) for y, _ in outputs]
-    if packing is not None:
+    if packing is not None and not wanted:
+        ends = []
+    elif packing is not None:
         count, width = len(ranks), len(ys[0])
         shared = _Shared.apply(world, count * width, *(x for y in ys for x in y), *(ended for _, ended in outputs))
         ys = [tuple(shared[r * width : (r + 1) * width]) for r in range(count)]
@@ -67,6 +71,8 @@ def convolve(
         ends = [x.transpose(1, 2) for x in ends]
     whole = tuple(world.whole_of(parts) for parts in zip(*ys, strict=True)) if isinstance(world, Simulated) else ys[0]
     y = whole if isinstance(outputs[0][0], tuple) else whole[0]
+    if not ends:
+        return y, None
     return y, ends[0] if len(ends) == 1 else torch.stack(ends).mean(0)
 
 
@@ -113,7 +119,7 @@ class _Windows:
         self.parts: list[Fragment] = [
             plain_fragment(layout, rank, s, tokens) if packing is None else packing.fragment(rank, s) for s in slots
         ]
-        self.pieces: list[Piece] = [] if packing is None else packing.pieces(rank)
+        self.pieces: Sequence[Piece] = () if packing is None else packing.pieces(rank)
         rows = u.shape[0] if packing is None else packing.sequences
         if state is not None and tuple(state.shape) != (rows, u.shape[2], past):
             raise InputError(
@@ -145,14 +151,14 @@ class _Windows:
             found.append(torch.cat([written, count], dim=1))
         return torch.stack(found)
 
-    def run(self, conv: Convolution, windows: Tensor) -> tuple[Any, Tensor]:
-        """This rank's outputs, and packed: the final states of the sequences that end here, zeros for the others.
+    def run(self, conv: Convolution, windows: Tensor, wanted: bool) -> tuple[Any, Tensor]:
+        """This rank's outputs, and packed, if wanted: the final states of the sequences that end here, else zeros.
 
         windows: [slots, B, past, C], zeros before the sequence's first token; every rank's outputs depend on them, so
         that every rank takes part in the backward collective.
         """
         if self.packing is not None:
-            return self._run_packed(conv, self.packing, windows)
+            return self._run_packed(conv, self.packing, windows, wanted)
         rows = [
             self.first(0) + w if part.number == 0 else w for part, w in zip(self.parts, windows.unbind(0), strict=True)
         ]
@@ -161,21 +167,23 @@ class _Windows:
         y, _ = _mapped(conv, rows_of_slots(self.u, slots), start.transpose(1, 2), None)
         return _each(lambda part: tokens_of_rows(part, slots), y), self.u
 
-    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor) -> tuple[Any, Tensor]:
+    def _run_packed(self, conv: Convolution, packing: Packing, windows: Tensor, wanted: bool) -> tuple[Any, Tensor]:
         rows = [windows[p.slot] if p.continued else self.first(p.sequence) for p in self.pieces]
-        bounds = torch.tensor([0, *(p.end for p in self.pieces)], device=self.u.device)
+        bounds = packing.own(self.rank).on(self.u.device) if rows else None
         start = torch.cat(rows) if rows else torch.zeros_like(windows[0])
-        y, _ = _mapped(conv, self.u, start.transpose(1, 2), bounds)
-        unused = 0 * windows.sum()
-        y = _each(lambda part: part + unused, y)
-        ended = self.u.new_zeros(packing.sequences, self.past, self.u.shape[2])
-        for row, piece in zip(rows, self.pieces, strict=True):
-            if not piece.goes_on:
-                last = self.after(row, piece.begin, piece.end)
-                ended = ended.index_copy(0, torch.tensor([piece.sequence], device=ended.device), last)
-        for s in packing.without_tokens() if self.rank == 0 else []:
-            ended = ended.index_copy(0, torch.tensor([s], device=ended.device), self.first(s))
-        return y, ended.transpose(1, 2)
+        if not any(p.continued for p in self.pieces):  # no number of the windows is read, and yet their gradient
+            start = start + windows[..., :0].sum()
+        y, lasts = _mapped(conv, self.u, start.transpose(1, 2), bounds)
+        if not wanted:
+            return y, lasts
+        without = packing.without_tokens() if self.rank == 0 else []
+        spare = [self.first(s).transpose(1, 2) for s in without]
+        keep = [row for row, piece in enumerate(self.pieces) if not piece.goes_on]
+        ended = self.u.new_zeros(packing.sequences, self.u.shape[2], self.past)
+        if keep or spare:
+            places = torch.tensor(packing.ends(self.rank), device=ended.device)
+            ended = ended.index_copy(0, places, torch.cat([lasts[keep], *spare]))
+        return y, ended
 
 
 def _shifted(x: Tensor, count: Tensor, back: bool = False) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsf.call import packing
@@ -118,9 +120,12 @@ def plain_fragment(layout: Layout, rank: int, slot: int, tokens: int) -> Fragmen
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
-    """Packed sequences over fragments. bounds: cu_seqlens; starts: the first token of every fragment, then T."""
+    """Packed sequences over fragments. bounds: cu_seqlens; starts: the first token of every fragment, then T.
+
+    Equal ones are one object, which answers each question once (`of`).
+    """
 
     layout: Layout
     bounds: tuple[int, ...]
@@ -129,8 +134,7 @@ class Packing:
     @staticmethod
     def of(layout: Layout, bounds: Sequence[int], given: Sequence[int] | None = None) -> Packing:
         """The packing of cu_seqlens `bounds`. Raises InputError where the layout cannot hold the tokens."""
-        sizes = layout.sizes(bounds[-1], given)
-        return Packing(layout, tuple(bounds), (0, *accumulate(sizes)))
+        return _packing(layout, tuple(bounds), None if given is None else tuple(given))
 
     @property
     def sequences(self) -> int:
@@ -147,39 +151,25 @@ class Packing:
         low, high = self.starts[number : number + 2]
         if low == high:
             return number == 0
-        return not any(a < low and b > high for a, b in pairwise(self.bounds))
+        over = self._sequence_over(low)
+        return over is None or self.bounds[over + 1] <= high
 
     def fragment(self, rank: int, slot: int) -> Fragment:
         """A rank's fragment."""
-        number = self.layout.number(rank, slot)
-        low, high = self.starts[number : number + 2]
-        begin = sum(self.starts[n + 1] - self.starts[n] for n in (self.layout.number(rank, s) for s in range(slot)))
-        place = begin - low  # what turns a place in the packed row into one among the rank's tokens
-        entering = self._sequence_over(low)
-        leaving = self._sequence_over(high)
-        enters = 0 if entering is None else min(high, self.bounds[entering + 1]) - low
-        leaves = 0 if leaving is None else high - max(low, self.bounds[leaving])
-        return Fragment(
-            number, begin, high + place, enters, leaves, entering is not None, leaving is not None,
-            self.is_fresh(number), entering or 0, leaving or 0,
-        )  # fmt: skip
+        return _fragment(self, rank, slot)
 
     def _sequence_over(self, place: int) -> int | None:
         """The sequence that has tokens on both sides of a place."""
-        return next((s for s, (a, b) in enumerate(pairwise(self.bounds)) if a < place < b), None)
+        s = bisect_right(self.bounds, place) - 1
+        return s if s < self.sequences and self.bounds[s] < place else None
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The pieces of sequences that a rank holds, in the order of its tokens."""
-        found = []
-        for slot in range(self.layout.slots):
-            fragment = self.fragment(rank, slot)
-            low, high = self.starts[fragment.number : fragment.number + 2]
-            for s, (a, b) in enumerate(pairwise(self.bounds)):
-                first, last = max(a, low), min(b, high)
-                if first < last:
-                    place = fragment.begin - low
-                    found.append(Piece(first + place, last + place, s, slot, a < low, b > high))
-        return found
+        return _pieces(self, rank)
+
+    def own(self, rank: int) -> packing.Packing:
+        """The pieces as packed sequences of the rank's own tokens."""
+        return _own(self, rank)
 
     def ends(self, rank: int) -> list[int]:
         """The sequences that end on a rank; those without tokens count as ending on rank 0."""
@@ -190,14 +180,78 @@ class Packing:
         """Sequences that are empty."""
         return [s for s, (a, b) in enumerate(pairwise(self.bounds)) if a == b]
 
-    def positions(self, rank: int) -> list[int]:
-        """The place in the packed row of every token of a rank."""
-        return [
-            t
-            for slot in range(self.layout.slots)
-            for n in [self.layout.number(rank, slot)]
-            for t in range(self.starts[n], self.starts[n + 1])
-        ]
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """int64 [T of the rank], the place in the packed row of every token of a rank."""
+        numbers = [self.layout.number(rank, slot) for slot in range(self.layout.slots)]
+        runs = [torch.arange(*self.starts[n : n + 2], dtype=torch.int64, device=device) for n in numbers]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def reads(self, rank: int) -> Reads:
+        """What attention reads, for every slot of a rank with tokens: (q, k), places among the rank's tokens and in the
+        packed row. The tokens q[i] ... q[i + 1] read k[i] ... k[i + 1]: their own sequence up to the last of them."""
+        return _reads(self, rank)
+
+
+Reads = tuple[tuple[list[int], list[int]], ...]
+_kept = functools.lru_cache(maxsize=1024)
+
+
+@_kept
+def _packing(layout: Layout, bounds: tuple[int, ...], given: tuple[int, ...] | None) -> Packing:
+    return Packing(layout, bounds, (0, *accumulate(layout.sizes(bounds[-1], given))))
+
+
+@_kept
+def _fragment(row: Packing, rank: int, slot: int) -> Fragment:
+    number = row.layout.number(rank, slot)
+    low, high = row.starts[number : number + 2]
+    begin = sum(row.starts[n + 1] - row.starts[n] for n in (row.layout.number(rank, s) for s in range(slot)))
+    place = begin - low  # what turns a place in the packed row into one among the rank's tokens
+    entering, leaving = row._sequence_over(low), row._sequence_over(high)
+    enters = 0 if entering is None else min(high, row.bounds[entering + 1]) - low
+    leaves = 0 if leaving is None else high - max(low, row.bounds[leaving])
+    return Fragment(
+        number, begin, high + place, enters, leaves, entering is not None, leaving is not None,
+        row.is_fresh(number), entering or 0, leaving or 0,
+    )  # fmt: skip
+
+
+@_kept
+def _pieces(row: Packing, rank: int) -> tuple[Piece, ...]:
+    found = []
+    for slot in range(row.layout.slots):
+        fragment = _fragment(row, rank, slot)
+        low, high = row.starts[fragment.number : fragment.number + 2]
+        for s, (a, b) in enumerate(pairwise(row.bounds)):
+            first, last = max(a, low), min(b, high)
+            if first < last:
+                place = fragment.begin - low
+                found.append(Piece(first + place, last + place, s, slot, a < low, b > high))
+    return tuple(found)
+
+
+@_kept
+def _own(row: Packing, rank: int) -> packing.Packing:
+    return packing.Packing([0, *(p.end for p in _pieces(row, rank))])
+
+
+@_kept
+def boundaries(bounds: tuple[int, ...]) -> packing.Packing:
+    """The dsf.Packing of these boundaries, the same object every time."""
+    return packing.Packing(bounds)
+
+
+@_kept
+def _reads(row: Packing, rank: int) -> Reads:
+    found = []
+    for slot in range(row.layout.slots):
+        pieces = [p for p in _pieces(row, rank) if p.slot == slot]
+        if pieces:
+            fragment = _fragment(row, rank, slot)
+            last = fragment.end - fragment.begin + row.starts[fragment.number]
+            queries = [*(p.begin for p in pieces), fragment.end]
+            found.append((queries, [*(row.bounds[p.sequence] for p in pieces), last]))
+    return tuple(found)
 
 
 def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:

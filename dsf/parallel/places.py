@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +57,9 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
     begins = [p.begin for p in pieces if not p.continued]
     if not counted:
         return Places(begins)
-    starts = [(s, start) for s, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]
-    held = [(t - starts[t][1], starts[t][0]) for t in packing.positions(rank)]
-    place, row = torch.tensor(held, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+    edges, own = torch.tensor(bounds), packing.positions(rank)
+    row = torch.searchsorted(edges[1:], own, right=True)
+    place, row = torch.stack([own - edges[row], row]).to(device).unbind(0)
     return Places(begins, place, row, torch.tensor(bounds[-1], device=device))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsf.parallel.collectives import tied
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragments, rows_of_slots, tokens_of_rows
-from dsf.parallel.summary import Summary
+from dsf.parallel.summary import Summary, hollow, summary_of
 
 
 @dataclass
@@ -40,11 +40,28 @@ class Rank:
             self.fresh: Several[bool] = [n == 0 for n in range(self.layout.fragments)]
             kept = plain_fragments if type(tokens) is int else plain_fragments.__wrapped__  # traced: uncached
             self.parts: Several[Fragment] = kept(self.layout, self.rank, tokens)
-            self.pieces: list[Piece] = []
+            self.pieces: Several[Piece] = ()
         else:
             self.fresh = [self.packing.is_fresh(n) for n in range(self.layout.fragments)]
             self.parts = [self.packing.fragment(self.rank, s) for s in range(self.layout.slots)]
             self.pieces = self.packing.pieces(self.rank)
+
+    def hollow(self) -> Rank:
+        """This rank without tensors: what later calls of the kind, and the backward pass, begin with."""
+        return self._again(hollow(self.summary), None)
+
+    def begun(self, tensors: Several[Tensor], initial: Tensor | None = None) -> Rank:
+        """A rank of another call of the kind, with these inputs, in the order of the declaration."""
+        own = self.summary
+        given = dict(zip(own.bound.tensors, tensors, strict=True))
+        return self._again(
+            summary_of(own.recurrence, replace(own.bound, tensors=given), own.form, own.backend), initial
+        )
+
+    def _again(self, summary: Summary, initial: Tensor | None) -> Rank:
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__, summary=summary, initial=initial, starts=[], dy=None, dfinal=None)
+        return found
 
     # -- what an exchange reads
 
@@ -146,8 +163,8 @@ class Rank:
         if not self.pieces:
             y = torch.zeros(1, 0, sizes.heads, sizes.p, dtype=summary.bound.dtype, device=none.device)
             return y, torch.cat(spare) if spare else none[:0]
-        bounds = [0, *(p.end for p in self.pieces)]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        assert self.packing is not None
+        cu_seqlens = self.packing.own(self.rank)
         how: dict[str, Any] = {"form": summary.form, "backend": summary.backend}
         call: dict[str, Any] = {**summary.bound.tensors, "initial_state": torch.cat(rows), "return_state": True}
         y, last = summary.recurrence(**call, cu_seqlens=cu_seqlens, **how)

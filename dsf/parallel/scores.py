@@ -9,8 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsf.call.attention import Operands, finish, operands, scores_options
+from dsf.call.attention import finish, scores_options
 from dsf.call.bind import Bound, angle_width, cached_heads, key_width
+from dsf.call.operands import Operands, operands
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, extend, spread_heads
@@ -26,9 +27,10 @@ APART = 1 << 40  # how far the positions of packed sequences lie apart
 
 
 def attend_scores(
-    spec: Spec, world: World, shards: Sequence[Bound], cache: KVCache | None, packing: Packing, packed: bool, form: str
-) -> list[tuple[Tensor, KVCache]]:
-    """(y in the computing dtype, the global cache) of this process's ranks."""
+    spec: Spec, world: World, shards: Sequence[Bound], cache: KVCache | None, packing: Packing, packed: bool, form: str,
+    wanted: bool,
+) -> list[tuple[Tensor, KVCache | None]]:  # fmt: skip
+    """(y in the computing dtype, the global cache if wanted) of this process's ranks."""
     if form == "naive":
         shards = [replace(b, compute=torch.float64) for b in shards]
     own = [_operands(spec, b) for b in shards]
@@ -40,8 +42,8 @@ def attend_scores(
     found = []
     for rank, bound, x, parts in zip(world.here, shards, own, every, strict=True):
         whole = _Whole.of(x, [y.transpose(1, 2) for y in parts], cache, packing, packed)
-        at = torch.tensor(packing.positions(rank), dtype=torch.int64, device=bound.device)
-        final = whole.final(spec, cache).to(bound.dtype)
+        at = packing.positions(rank, bound.device)
+        final = whole.final(spec, cache).to(bound.dtype) if wanted else None
         if not bound.sizes.tokens:
             found.append((x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3]) + x.a.sum(), final))
             continue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dsf.call.attention import fused_operands, operands
 from dsf.call.bind import Bound, cached_heads, check_cache
+from dsf.call.operands import fused_operands, operands
 from dsf.call.recurrence import Recurrence
 from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
@@ -19,15 +20,75 @@ from dsf.parallel.scores import attend_scores
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
 
+Reads = Sequence[tuple[list[int], list[int]]]  # as Packing.reads
 
-def attend(
+
+@dataclass(frozen=True)
+class Route:
+    """What calls of one kind have in common, which `World.routes` keeps of those without a cache.
+
+    likes: the calls of this process's ranks, without tensors. bounds: cu_seqlens, or None. wanted: the final cache.
+    """
+
+    recurrence: Recurrence
+    packing: Packing
+    bounds: list[int] | None
+    likes: list[Bound]
+    form: str
+    wanted: bool
+
+    def run(
+        self, world: World, shards: Sequence[Sequence[Tensor]], state: object, return_state: bool
+    ) -> list[tuple[Tensor, KVCache | None]]:
+        """`attend` without a cache. shards: the inputs of each rank, in the order of the declaration."""
+        names = self.recurrence._calls.names
+        given = [
+            Bound(dict(zip(names, tensors, strict=True)), like.sizes, like.dtype, like.compute, like.device)
+            for like, tensors in zip(self.likes, shards, strict=True)
+        ]
+        return self.attend(world, given, None)
+
+    def attend(
+        self, world: World, shards: Sequence[Bound], cache: KVCache | None
+    ) -> list[tuple[Tensor, KVCache | None]]:
+        """(y, the global cache if wanted) of this process's ranks: each rank's queries with the gathered keys.
+
+        A piece of a sequence reads its sequence up to its end, as causal attention of the last tokens: no mask is
+        stored. Behind a cache, whose rows differ in length, keys are masked by position. The keys' and values'
+        gradients return to the ranks that hold them; a cache's gradient is the sum over ranks.
+        """
+        spec, packing, form, packed = self.recurrence.spec, self.packing, self.form, self.bounds is not None
+        if spec.turns or not spec.is_plain_softmax:
+            found = attend_scores(spec, world, shards, cache, packing, packed, form, self.wanted)
+            return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
+        own = [_operands(self.recurrence, bound, form) for bound in shards]
+        lengths = [packing.tokens(r) for r in range(world.ranks)]
+        both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in own]
+        reads = [packing.reads(rank) for rank in world.here]
+        reaches = None if self.wanted or cache is not None else [_reach(each) for each in reads]
+        everything = gather_all(world, both, lengths, reaches)
+        outputs = []
+        for place, (bound, (a, _, _, scale), (k, v)) in enumerate(zip(shards, own, everything, strict=True)):
+            keys, values = k.transpose(1, 2), v.transpose(1, 2)
+            old = None if cache is None else cache.to(keys.dtype)
+            final = _final(old, keys, values, self.bounds).to(bound.dtype) if self.wanted else None
+            if old is None:
+                begin = 0 if reaches is None else reaches[place][0]
+                y = _by_piece(form, a, keys, values, reads[place], begin, scale)
+            else:
+                whole = _behind(old, keys, values, packed)
+                y = _read(form, a, *whole, _seen(packing, world.here[place], old, packed, a.device), scale)
+            outputs.append((y.transpose(1, 2).to(bound.dtype), final))
+        return outputs
+
+
+def route_of(
     recurrence: Recurrence, world: World, shards: Sequence[Bound], cache: KVCache | None, bounds: list[int] | None,
-    form: str,
-) -> list[tuple[Tensor, KVCache]]:  # fmt: skip
-    """(y, the global cache) of this process's ranks: each rank's queries with the gathered keys, masked by position.
+    form: str, wanted: bool,
+) -> Route:  # fmt: skip
+    """The route of a call, with its checks. wanted: the final cache.
 
-    The keys' and values' gradients return to the ranks that hold them; a cache's gradient is the sum over ranks. Shards
-    have equal lengths, or world.sizes, or those of the layout for cu_seqlens; others raise InputError.
+    Shards have equal lengths, or world.sizes, or those of the layout for cu_seqlens; others raise InputError.
     """
     spec = recurrence.spec
     tokens = _total(world, shards, bounds, spec.name)
@@ -42,27 +103,8 @@ def attend(
         if cache is not None:
             rows = bound.sizes.batch if bounds is None else packing.sequences
             check_cache(spec, cache, rows, bound)
-    if spec.turns or not spec.is_plain_softmax:
-        found = attend_scores(spec, world, shards, cache, packing, bounds is not None, form)
-        return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
-    own = [_operands(recurrence, bound, form) for bound in shards]
-    lengths = [packing.tokens(r) for r in range(world.ranks)]
-    both = [[k.transpose(1, 2), v.transpose(1, 2)] for _, k, v, _ in own]
-    everything = gather_all(world, both, lengths)
-    outputs = []
-    for rank, bound, (a, _, _, scale), (k, v) in zip(world.here, shards, own, everything, strict=True):
-        keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        counts = torch.full((keys.shape[0],), tokens, dtype=torch.int64, device=keys.device)
-        if bounds is None:
-            whole = extend(_to(cache, keys.dtype), keys, values, counts)
-            final = whole
-        else:
-            whole = _beside(_to(cache, keys.dtype), keys, values, counts)
-            final = _by_sequence(_to(cache, keys.dtype), keys, values, bounds)
-        seen = _seen(packing, rank, cache, whole.k.shape[2], bounds is not None, a.device)
-        y = _read(form, a, whole, seen, scale).transpose(1, 2)
-        outputs.append((y.to(bound.dtype), final.to(bound.dtype)))
-    return outputs
+    likes = [replace(bound, tensors={}) for bound in shards]
+    return Route(recurrence, packing, bounds, likes, form, wanted)
 
 
 def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None, name: str) -> int:
@@ -100,19 +142,20 @@ def _operands(recurrence: Recurrence, bound: Bound, form: str) -> tuple[Tensor, 
     return found.a, found.k, found.v, 1.0
 
 
-def _to(cache: KVCache | None, dtype: torch.dtype) -> KVCache | None:
-    return None if cache is None else cache.to(dtype)
-
-
-def _beside(cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor) -> KVCache:
-    """Packed: one row, the caches of all sequences one after the other, then the tokens."""
-    if cache is None:
-        return KVCache(k, v, counts)
+def _behind(cache: KVCache, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values of the caches, then of the tokens; packed: the caches of all sequences one after the other."""
 
     def row(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0) if packed else x
 
-    return KVCache(torch.cat([row(cache.k), k], dim=2), torch.cat([row(cache.v), v], dim=2), counts)
+    return torch.cat([row(cache.k), k], dim=2), torch.cat([row(cache.v), v], dim=2)
+
+
+def _final(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int] | None) -> KVCache:
+    """The global final cache."""
+    if bounds is not None:
+        return _by_sequence(cache, k, v, bounds)
+    return extend(cache, k, v, torch.full((k.shape[0],), k.shape[2], dtype=torch.int64, device=k.device))
 
 
 def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int]) -> KVCache:
@@ -129,29 +172,49 @@ def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int])
     return extend(cache, rows(k), rows(v), counts) if cache is not None else KVCache(rows(k), rows(v), counts)
 
 
-def _seen(
-    packing: Packing, rank: int, cache: KVCache | None, places: int, packed: bool, device: torch.device
-) -> Tensor:
-    """Which keys of the whole row each of this rank's queries reads: bool [B or 1, 1, T, places]."""
-    own = torch.tensor(packing.positions(rank), dtype=torch.int64, device=device)
-    every = torch.arange(packing.bounds[-1], device=device)
+def _seen(packing: Packing, rank: int, cache: KVCache, packed: bool, device: torch.device) -> Tensor:
+    """Which keys of the cache and the whole row each of this rank's queries reads: bool [B or 1, 1, T, places]."""
+    own, every = packing.positions(rank, device), torch.arange(packing.bounds[-1], device=device)
+    held = torch.arange(cache.k.shape[2], device=device) < cache.lengths[:, None]  # [B or S, places of the cache]
+    seen = every[None] <= own[:, None]
     if not packed:
-        start = torch.zeros(1, dtype=torch.int64, device=device) if cache is None else cache.lengths
-        last = start[:, None] + own[None]
-        return (torch.arange(places, device=device)[None, None] <= last[..., None])[:, None]
+        batch, tokens = len(held), len(own)
+        parts = [held[:, None].expand(batch, tokens, -1), seen[None].expand(batch, tokens, -1)]
+        return torch.cat(parts, dim=2)[:, None]
     bounds = torch.tensor(packing.bounds, device=device)
     mine, theirs = (torch.searchsorted(bounds[1:], x, right=True) for x in (own, every))
-    seen = (mine[:, None] == theirs[None]) & (every[None] <= own[:, None])
-    if cache is not None:
-        used = torch.arange(cache.k.shape[2], device=device)[None] < cache.lengths[:, None]  # [S, places]
-        same = mine[:, None] == torch.arange(packing.sequences, device=device)[None]  # [T, S]
-        seen = torch.cat([(same[..., None] & used[None]).flatten(1), seen], dim=1)
+    same = mine[:, None] == torch.arange(packing.sequences, device=device)[None]  # [T, S]
+    seen = torch.cat([(same[..., None] & held[None]).flatten(1), seen & (mine[:, None] == theirs[None])], dim=1)
     return seen[None, None]
 
 
-def _read(form: str, a: Tensor, whole: KVCache, seen: Tensor, scale: float) -> Tensor:
+def _reach(reads: Reads) -> tuple[int, int]:
+    """The first and the last (exclusive) token that any of a rank's queries reads."""
+    return min((keys[0] for _, keys in reads), default=0), max((keys[-1] for _, keys in reads), default=0)
+
+
+def _by_piece(form: str, a: Tensor, k: Tensor, v: Tensor, reads: Reads, begin: int, scale: float) -> Tensor:
+    """y [B, H, T, P] of queries without a cache. k and v begin with the token `begin`; reads: those of the rank."""
+    found: list[Tensor] = []
+    for queries, keys in reads:
+        places = [place - begin for place in keys]
+        cut = zip(_cut(a, queries), _cut(k, places), _cut(v, places), strict=True)
+        found += (_read(form, *each, None, scale) for each in cut)
+    if not found:  # no tokens; the gradients of the keys are still exchanged
+        return a @ spread_heads(k, a.shape[1]).mT @ spread_heads(v, a.shape[1])
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _cut(x: Tensor, places: list[int]) -> Sequence[Tensor]:
+    """The tokens of x [B, H, T, ...] from each place to the next."""
+    if len(places) == 2:
+        return [x if places == [0, x.shape[2]] else x[:, :, places[0] : places[1]]]
+    return x.split([b - a for a, b in pairwise([0, *places, x.shape[2]])], dim=2)[1:-1]
+
+
+def _read(form: str, a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     """y [B, H, T, P]."""
     if form in ("auto", "chunk"):
-        return fused(a, whole.k, whole.v, seen, scale)
-    keys, values = spread_heads(whole.k, a.shape[1]), spread_heads(whole.v, a.shape[1])
+        return fused(a, k, v, seen, scale)
+    keys, values = spread_heads(k, a.shape[1]), spread_heads(v, a.shape[1])
     return softmax_matrix(scale * a, keys, seen) @ values

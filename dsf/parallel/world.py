@@ -162,9 +162,9 @@ class World:
             sizes = self.layout.sizes(bounds[-1], self._forward.sizes)[::-1]
         return Packing.of(self.layout, bounds, sizes)
 
-    def places(self, tokens: int, rank: int) -> list[int]:
-        """The positions, in a sequence of `tokens` tokens, of a rank's tokens."""
-        return self.packing([0, tokens]).positions(rank)
+    def places(self, tokens: int, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """int64 [T of the rank], the positions, in a sequence of `tokens` tokens, of a rank's tokens."""
+        return self.packing([0, tokens]).positions(rank, device)
 
     def shard_of(self, rank: int, *xs: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
         """One rank's tokens of whole tensors."""
@@ -321,7 +321,7 @@ class Sequence(World):
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
         """int64 [T_local], the positions of this rank's tokens. tokens: of the whole sequence."""
-        return torch.tensor(self.places(tokens, self._rank), dtype=torch.int64, device=device)
+        return self.places(tokens, self._rank, device)
 
     @property
     def fragments(self) -> list[int]:
