@@ -132,12 +132,12 @@ class Invariant:
 
     def products(self, write: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """cᵀ A^l b, [H, p, length or more]."""
-        fine = _fine(length)
+        fine = fine_of(length)
         rows = self.columns(self.read, -(-length // fine), fine, adjoint=True).to(dtype)
         return _products(rows, self.columns(write, fine).to(dtype)).flatten(-2)
 
 
-def _fine(length: int) -> int:
+def fine_of(length: int) -> int:
     """Number of powers in the finer table: about the square root of length."""
     return 1 << math.ceil(math.log2(max(length, 1)) / 2)
 
@@ -177,7 +177,7 @@ class _Impulse(torch.autograd.Function):
 
         ctx.save_for_backward(c, b, log, angle)
         ctx.length = length
-        found: Tensor = impulse_response(c, b, log, angle, length, _fine(length))
+        found: Tensor = impulse_response(c, b, log, angle, length, fine_of(length))
         return found
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Impulse(torch.autograd.Function):
 
         (dh,), (c, b, log, angle), length = given, ctx.saved_tensors, ctx.length
         if not torch.is_grad_enabled():
-            dc, db, dlog, *dangle = impulse_response_backward(dh, c, b, log, angle, length, _fine(length))
+            dc, db, dlog, *dangle = impulse_response_backward(dh, c, b, log, angle, length, fine_of(length))
             return dc, db, dlog, *(dangle or [None]), None
         leaves = [x for x in (c, b, log, angle) if x is not None]
         wide = log if angle is None else log.repeat_interleave(2, dim=1)
@@ -275,7 +275,7 @@ def convolution(
 
 def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
     """The part of y from an initial state, cᵀ A^{t+1} S_0: [B, T, H, P]."""
-    fine = _fine(tokens)
+    fine = fine_of(tokens)
     rows = system.columns(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
     first = state if system.before else system.step.power(state, 1)
     columns = system.columns(first, fine)  # [J, B, H, N, P]
@@ -286,7 +286,7 @@ def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
 def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None) -> Tensor:
     """A^T S_0 + Σ_t A^{T-1-t} b x_t with each row's own T: [B, H, N, P]."""
     tokens = drives[0].shape[1]
-    fine = _fine(tokens)
+    fine = fine_of(tokens)
     pad = -tokens % fine
     total: Tensor | None = None
     for write, x in zip(system.writes, drives, strict=True):

@@ -18,6 +18,7 @@ import matrix_family as matrix
 import pytest
 import scan_family as scans
 import torch
+from fourier_family import PRINTED
 from interpreted import INTERPRETED
 
 import dsf
@@ -127,6 +128,14 @@ def norms():
     pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
     pull([gated(x, gate, backend="triton")], [x, gate])
     pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
+
+
+def fourier():
+    """Of channels and of entries, with and without turns, with a gate, before the update."""
+    sizes = {"B": 2, "T": 300, "H": 4, "N": 40, "N/2": 20, "P": 3}
+    for r in PRINTED:
+        given = [torch.empty([sizes[a] for a in i.kind.layout()], device="meta") for i in r.spec.inputs]
+        pull([r(*(x.requires_grad_() for x in given), form="convolution")], given)
 
 
 def impulses():
@@ -269,6 +278,7 @@ FAMILIES = {
             "convolution, packed": partial(convolution, torch.empty(4, dtype=torch.int32, device="meta")),
             "convolution, a token": convolution_step,
             "convolution, ranks": convolution_over_ranks,
+            "fourier": fourier,
             "impulse responses": impulses,
             "norms": norms,
             "probe": probe,
@@ -278,7 +288,8 @@ FAMILIES = {
             "turned attention": of(turned),
         },
         (
-            "attention.kernel", "impulse", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
+            "attention.kernel", "double", "fourier.numbers", "fourier.rows", "fourier.spectra", "impulse", "launcher",
+            "layer.convolution", "layer.convolution_gradient", "layer.norm",
             "layer.windows",
         ),
     ),

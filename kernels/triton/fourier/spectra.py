@@ -1,0 +1,126 @@
+"""Products of spectra. A spectrum is [..., F, 2], real and imaginary parts side by side."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.schedule import book_of
+
+BLOCK = 512  # frequencies of a program
+
+
+def _forth(x: Tensor) -> Tensor:
+    """The spectra of rows [R, points]: [R, points // 2 + 1, 2]."""
+    return torch.view_as_real(torch.fft.rfft(x))
+
+
+def _back(x: Tensor, points: int) -> Tensor:
+    """`points` times the rows of spectra [R, F, 2]: nothing is divided by."""
+    return torch.fft.irfft(torch.view_as_complex(x), points, norm="forward")
+
+
+def spectra_of(x: Tensor) -> Tensor:
+    """_forth, as one operation of a schedule."""
+    found: Tensor = book_of((x,)).apply(_forth, x)
+    return found
+
+
+def rows_of(x: Tensor, points: int) -> Tensor:
+    """_back, as one operation of a schedule."""
+    found: Tensor = book_of((x,)).apply(_back, x, points)
+    return found
+
+
+@triton.jit
+def _at(x, row, f, ok, F):
+    """The real and the imaginary part of a row."""
+    at = x + row * (2 * F) + 2 * f
+    return tl.load(at, mask=ok, other=0.0), tl.load(at + 1, mask=ok, other=0.0)
+
+
+@triton.jit(do_not_specialize=["heads", "F"])
+def mixed(
+    x, m, out, heads, F, across, down,
+    I: tl.constexpr, J: tl.constexpr, CONJUGATE: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """out [B, H, I, F] = Σ_j x [B, H, J, F] times m [H, rows i · down + j · across, F], or its conjugate. Grid (B · H · I, blocks)."""  # noqa: E501
+    row = tl.program_id(0).to(tl.int64)
+    i, both = row % I, row // I
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    first = both % heads * (I * J) + i * down
+    real, imaginary = tl.zeros([BF], tl.float32), tl.zeros([BF], tl.float32)
+    for j in range(J):
+        a, b = _at(x, both * J + j, f, f < F, F)
+        c, d = _at(m, first + j * across, f, f < F, F)
+        if CONJUGATE:
+            d = -d
+        real += a * c - b * d
+        imaginary += a * d + b * c
+    to = out + row * (2 * F) + 2 * f
+    tl.store(to, real, mask=f < F)
+    tl.store(to + 1, imaginary, mask=f < F)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "F"])
+def paired(
+    g, x, m, dm, dx, batch, heads, F, E: tl.constexpr, P: tl.constexpr, BF: tl.constexpr
+):  # fmt: skip
+    """dm [H, E, P, F] = Σ_b g [B, H, P, F] times x [B, H, E, F]'s conjugate; where E = P = 1 also dx = g m's conjugate.
+
+    dx: [B, H, F], or None. Grid (H · E · P, blocks).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    p, e, head = row % P, row // P % E, row // P // E
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    real, imaginary = tl.zeros([BF], tl.float32), tl.zeros([BF], tl.float32)
+    if dx is not None:
+        mc, md = _at(m, row, f, f < F, F)
+    for i in range(batch):
+        both = i * heads + head
+        a, b = _at(g, both * P + p, f, f < F, F)
+        c, d = _at(x, both * E + e, f, f < F, F)
+        real += a * c + b * d
+        imaginary += b * c - a * d
+        if dx is not None:
+            to = dx + both * (2 * F) + 2 * f
+            tl.store(to, a * mc + b * md, mask=f < F)
+            tl.store(to + 1, b * mc - a * md, mask=f < F)
+    to = dm + row * (2 * F) + 2 * f
+    tl.store(to, real, mask=f < F)
+    tl.store(to + 1, imaginary, mask=f < F)
+
+
+def product(x: Tensor, m: Tensor, sizes: tuple[int, int, int], back: bool = False) -> Tensor:
+    """Of inputs' spectra x [B·H·E, F, 2] and responses' m [H·E·P, F, 2]: [B·H·P, F, 2]. sizes: (H, E, P).
+
+    back: of outputs' gradients [B·H·P, F, 2] with m's conjugate: [B·H·E, F, 2].
+    """
+    heads, entries, p = sizes
+    made, summed = (entries, p) if back else (p, entries)
+    rows, f = x.shape[0] // summed * made, x.shape[1]
+    out = x.new_empty(rows, f, 2)
+    down, across = (p, 1) if back else (1, p)
+    launch(
+        mixed, (rows, -(-f // BLOCK)), x, m, out, heads, f, across, down, I=made, J=summed, CONJUGATE=back, BF=BLOCK,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def pull_product(
+    g: Tensor, x: Tensor, m: Tensor, sizes: tuple[int, int, int], wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of m and, if wanted, of x in `product` from that of its result."""
+    heads, entries, p = sizes
+    dm, single = torch.empty_like(m), entries == p == 1
+    dx = torch.empty_like(x) if wanted and single else None
+    f = m.shape[1]
+    launch(
+        paired, (m.shape[0], -(-f // BLOCK)), g, x, m, dm, dx, x.shape[0] // (heads * entries), heads, f, E=entries,
+        P=p, BF=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return dm, product(g, m, sizes, back=True) if wanted and not single else dx
