@@ -216,7 +216,16 @@ def causal(x: Tensor, h: Tensor) -> Tensor:
 def _causal(x: Tensor, h: Tensor) -> Tensor:
     tokens = x.shape[-1]
     points = fast_length(2 * tokens - 1)
-    return torch.fft.irfft(torch.fft.rfft(x, points) * torch.fft.rfft(h, points), points)[..., :tokens]
+    return _back(torch.fft.rfft(x, points) * _divided(h, points), points)[..., :tokens]
+
+
+def _divided(h: Tensor, points: int) -> Tensor:
+    """The spectrum of an impulse response, divided by points: `_back` need not pass over all rows again to do it."""
+    return torch.fft.rfft(h, points, norm="forward")
+
+
+def _back(x: Tensor, points: int) -> Tensor:
+    return torch.fft.irfft(x, points, norm="forward")
 
 
 class _Causal(torch.autograd.Function):
@@ -226,9 +235,9 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, h: Tensor) -> Tensor:
         tokens = x.shape[-1]
         points = fast_length(2 * tokens - 1)
-        spectra = torch.fft.rfft(x, points), torch.fft.rfft(h, points)
+        spectra = torch.fft.rfft(x, points), _divided(h, points)
         ctx.save_for_backward(x, h, *spectra)
-        return torch.fft.irfft(spectra[0] * spectra[1], points)[..., :tokens]
+        return _back(spectra[0] * spectra[1], points)[..., :tokens]
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -240,12 +249,12 @@ class _Causal(torch.autograd.Function):
         points = fast_length(2 * tokens - 1)
         spectrum = torch.fft.rfft(given[0], points)
 
-        def part(other: Tensor, shape: torch.Size) -> Tensor:
-            product = spectrum * other.conj()
-            return torch.fft.irfft(product.sum_to_size(*shape[:-1], product.shape[-1]), points)[..., :tokens]
+        def part(other: Tensor, shape: torch.Size, norm: str) -> Tensor:
+            product = (spectrum * other.conj()).sum_to_size(*shape[:-1], spectrum.shape[-1])
+            return torch.fft.irfft(product, points, norm=norm)[..., :tokens]
 
-        needs = ctx.needs_input_grad
-        return part(spectra[1], x.shape) if needs[0] else None, part(spectra[0], h.shape) if needs[1] else None
+        dx = part(spectra[1], x.shape, "forward") if ctx.needs_input_grad[0] else None
+        return dx, part(spectra[0], h.shape, "backward") if ctx.needs_input_grad[1] else None
 
 
 def convolution(
