@@ -135,6 +135,8 @@ def fourier():
     sizes = {"B": 2, "T": 300, "H": 4, "N": 40, "N/2": 20, "P": 3}
     for r in PRINTED:
         given = [torch.empty([sizes[a] for a in i.kind.layout()], device="meta") for i in r.spec.inputs]
+        state = torch.empty(r.state_shape(40, 3), device="meta").expand(2, 4, -1, -1)
+        r(*given, initial_state=state, return_state=True, form="convolution")
         pull([r(*(x.requires_grad_() for x in given), form="convolution")], given)
 
 
@@ -288,8 +290,8 @@ FAMILIES = {
             "turned attention": of(turned),
         },
         (
-            "attention.kernel", "double", "fourier.numbers", "fourier.rows", "fourier.spectra", "impulse", "launcher",
-            "layer.convolution", "layer.convolution_gradient", "layer.norm",
+            "attention.kernel", "double", "fourier.holes", "fourier.numbers", "fourier.rows", "fourier.spectra",
+            "fourier.states", "impulse", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
             "layer.windows",
         ),
     ),

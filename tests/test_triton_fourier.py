@@ -123,6 +123,45 @@ def test_a_gradient_without_memory_of_its_own(on_kernels):
     compare(mixers.s4d, inputs, dict(zip(inputs, got, strict=True)), dict(zip(inputs, expected, strict=True)), 3e-6)
 
 
+@pytest.mark.parametrize("r", PRINTED, ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [1, 131])
+def test_states_in_and_out_are_those_of_the_steps(r, tokens, on_kernels, monkeypatch):
+    inputs = drawn(r, T=tokens)
+    wide = {n: x.double() for n, x in inputs.items()}
+    state = torch.randn_like(r(**wide, return_state=True, form="recurrent")[1])
+    monkeypatch.setattr("dsf.call.convolution._by_torch", None)  # nothing else runs
+    for start in (None, state.mT.contiguous().mT):
+        narrow = None if start is None else start.float()
+        y, last = r(**inputs, initial_state=narrow, return_state=True, form="convolution")
+        exact, ended = r(**wide, initial_state=start, return_state=True, form="recurrent")
+        assert last.dtype == torch.float32 and last.is_contiguous()
+        compare(r, inputs, {"y": y}, {"y": exact}, 3e-6)
+        for a, b in zip(last.double().unbind(1), ended.unbind(1), strict=True):
+            assert a.shape == b.shape and (a - b).norm() <= 3e-6 * b.norm()
+        if start is not None:
+            y = r(**inputs, initial_state=narrow, form="convolution")
+            compare(r, inputs, {"y": y}, {"y": exact}, 3e-6)
+
+
+@pytest.mark.parametrize("r", [mixers.s4d, mixers.lru, gated_bank], ids=lambda r: r.name)
+def test_gradients_through_states(r, on_kernels):
+    inputs = drawn(r, T=40)
+    start = torch.randn_like(r(**inputs, return_state=True, form="recurrent")[1])
+    for options in ({}, {"initial_state": start}):
+        found = []
+        for dtype, form in ((torch.float32, "convolution"), (torch.float64, "recurrent")):
+            given = {n: x.to(dtype).requires_grad_() for n, x in {**inputs, **options}.items()}
+            y, last = r(**given, return_state=True, form=form)
+            both = y.square().sum() + last.square().sum()
+            found.append([g for x in (both, last.sum(), y.sum()) for g in slopes(x, [*given.values()])])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-5
+
+
+def slopes(x, leaves):
+    return torch.autograd.grad(x, leaves, retain_graph=True, materialize_grads=True)
+
+
 @pytest.mark.parametrize("r", [blocks, rank_one, two_steps, taps, mixers.s4], ids=lambda r: r.name)
 def test_what_is_not_printed_runs_on_torch(r, on_kernels):
     assert isinstance(convolve.program_of(r.spec), str)

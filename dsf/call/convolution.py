@@ -19,10 +19,10 @@ def run_convolution(
 
     bounds: boundaries of packed sequences, or None.
     """
-    if bounds is None and state is None and not wanted:
-        y = convolve.run(spec, bound, lambda b: _by_torch(spec, b, None, None, plan, False)[0])
-        if y is not None:
-            return y, y.new_empty(0)
+    if bounds is None:
+        found = convolve.run(spec, bound, state, wanted, lambda b: _by_torch(spec, b, None, None, plan, wanted))
+        if found is not None:
+            return found
     return _by_torch(spec, bound, bounds, state, plan, wanted)
 
 

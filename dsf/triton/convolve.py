@@ -18,6 +18,7 @@ from dsf.triton.choose import is_elsewhere
 from dsf.triton.source import Source, name_of
 
 LARGEST = 2048  # entries of a head's state
+Otherwise = Callable[[Bound], tuple[Tensor, Tensor]]
 
 
 @derived
@@ -52,10 +53,13 @@ def on_kernels(x: Tensor) -> bool:
     return (x.is_cuda and support.refusal(x.device) is None) or is_elsewhere(x.device)
 
 
-def run(spec: Spec, bound: Bound, otherwise: Callable[[Bound], Tensor]) -> Tensor | None:
-    """y [B, T, H, P] in the inputs' dtype of one batch without states; None where the operator does not take the call.
+def run(
+    spec: Spec, bound: Bound, state: Tensor | None, final: bool, otherwise: Otherwise
+) -> tuple[Tensor, Tensor] | None:
+    """y [B, T, H, P] in the inputs' dtype and the final state, an empty tensor where it is not wanted.
 
-    otherwise: the same call by torch's operators, for second derivatives.
+    None where the operator does not take the call. state: [B, H, N, P] or None. otherwise: the same call without an
+    initial state by torch's operators, for second derivatives and the gradient of a final state.
     """
     sizes, x = bound.sizes, next(iter(bound.tensors.values()))
     if sizes.groups or sizes.n > LARGEST or not on_kernels(x):
@@ -67,51 +71,67 @@ def run(spec: Spec, bound: Bound, otherwise: Callable[[Bound], Tensor]) -> Tenso
 
     name = found[1]
     operands = [bound.tensors[role] for role in CONVOLUTIONS[name].roles]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-        y: Tensor = _Convolved.apply(name, bound, otherwise, *operands)
-        return y
-    y, _ = convolve(operands, name, False)
-    return y
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*operands, state) if x is not None):
+        if state is not None:
+            return None
+        y, last = _Convolved.apply(name, bound, final, otherwise, *operands)
+        return y, last
+    y, last, _ = convolve(operands, state, name, False, final)
+    return y, last
 
 
 class _Convolved(torch.autograd.Function):
-    """The operator; its second derivative by torch's operators."""
+    """The operator. Second derivatives, and gradients of the final state, by torch's operators."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, bound: Bound, otherwise: Callable[[Bound], Tensor], *operands: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, name: str, bound: Bound, final: bool, otherwise: Otherwise, *operands: Tensor
+    ) -> tuple[Tensor, Tensor]:
         from dsf.kernels.triton.fourier.operator import convolve
 
-        y, kept = convolve(operands, name, True)
+        y, last, kept = convolve(operands, None, name, True, final)
         ctx.save_for_backward(*operands, *kept)
         ctx.name, ctx.count, ctx.otherwise = name, len(operands), otherwise
         used = {id(x) for x in operands}
         ctx.bound = replace(bound, tensors={n: x for n, x in bound.tensors.items() if id(x) not in used})
-        found: Tensor = y
-        return found
+        ctx.set_materialize_grads(False)
+        if not final:
+            ctx.mark_non_differentiable(last)
+        return y, last
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         from dsf.kernels.triton.fourier.operator import convolve_backward
 
-        (dy,) = given
-        needs = list(ctx.needs_input_grad[3:])
+        dy, dlast = given
+        needs = list(ctx.needs_input_grad[4:])
         operands, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        if torch.is_grad_enabled():
-            found = iter(_again(ctx, dy, operands, needs))
-        else:
-            found = iter(convolve_backward(dy, operands, kept, ctx.name, needs))
-        return None, None, None, *(next(found) if need else None for need in needs)
+        found: Sequence[Tensor | None] = []
+        if dlast is not None or torch.is_grad_enabled():
+            found = _again(ctx, given, operands, needs)
+        elif dy is not None:
+            found = convolve_backward(dy, operands, kept, ctx.name, needs)
+        each = iter(found)
+        return None, None, None, None, *(next(each, None) if need else None for need in needs)
 
 
-def _again(ctx: Any, dy: Tensor, operands: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients that have gradients."""
+def _again(
+    ctx: Any, given: Sequence[Tensor | None], operands: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients by torch's operators, which have gradients themselves where these are wanted."""
     from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 
-    roles = CONVOLUTIONS[ctx.name].roles
-    # views: one tensor may be several inputs, each with a gradient of its own
-    given = {role: x.view_as(x) for role, x in zip(roles, operands, strict=True)}
-    y = ctx.otherwise(replace(ctx.bound, tensors={**ctx.bound.tensors, **given}))
+    roles, more = CONVOLUTIONS[ctx.name].roles, torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views: one tensor may be several inputs, each with a gradient of its own
+        leaves = {role: x.view_as(x) for role, x in zip(roles, operands, strict=True)}
+        made = ctx.otherwise(replace(ctx.bound, tensors={**ctx.bound.tensors, **leaves}))
+    pairs = [(x, dx) for x, dx in zip(made, given, strict=True) if dx is not None]
     wanted = [role for role, need in zip(roles, needs, strict=True) if need]
     once = list(dict.fromkeys(wanted))
-    found = dict(zip(once, torch.autograd.grad(y, [given[x] for x in once], dy, create_graph=True), strict=True))
+    slopes = torch.autograd.grad(
+        [x for x, _ in pairs], [leaves[x] for x in once], [dx for _, dx in pairs], create_graph=more,
+        materialize_grads=True,
+    )  # fmt: skip
+    found = dict(zip(once, slopes, strict=True))
     return [found.pop(role, None) for role in wanted]  # an input that is there twice has the whole gradient once

@@ -11,7 +11,7 @@ Both kernels call holes for the numbers of the entries (or pairs) k [BK] of one 
     read(args, lane, channel, k, inside) -> log, θ, c0, c1, b0, b1, b2, b3: float64 [BK], 0 where not `inside`
     pull(grads, at, slopes): stores the gradients of these eight
 
-They are fixed: of tensors c, b, log and θ, or of numbers that printed expressions of Params made (fourier/numbers.py).
+They are fixed: of tensors c, b, log and θ, or of numbers that printed expressions of Params made (fourier/holes.py).
 ENTRIES is 1, or N where every entry of the state has an input of its own: input 2k writes (b0, b1) to pair k, input
 2k + 1 (b2, b3); without turns input k writes b0 to entry k.
 """
@@ -87,55 +87,6 @@ def pull_entries(grads, at, slopes):
 
 
 @triton.jit
-def read_made_pairs(args, lane, channel, k, inside):
-    """The numbers of pairs from [6 or 8, H, K, P]. args: address, numbers, H, K, P."""
-    made, count, heads, K, P = args
-    plane = heads * K * P
-    at = made + (lane * K + k) * P + channel
-    rate, turn = tl.load(at, mask=inside, other=0.0), tl.load(at + plane, mask=inside, other=0.0)
-    c0, c1 = tl.load(at + 2 * plane, mask=inside, other=0.0), tl.load(at + 3 * plane, mask=inside, other=0.0)
-    b0, b1 = tl.load(at + 4 * plane, mask=inside, other=0.0), tl.load(at + 5 * plane, mask=inside, other=0.0)
-    more = inside & (count > 6)
-    b2, b3 = tl.load(at + 6 * plane, mask=more, other=0.0), tl.load(at + 7 * plane, mask=more, other=0.0)
-    return rate, turn, c0, c1, b0, b1, b2, b3
-
-
-@triton.jit
-def read_made_entries(args, lane, channel, k, inside):
-    """The numbers of entries from [3, H, K, P]. args: as those of read_made_pairs."""
-    made, _, heads, K, P = args
-    plane = heads * K * P
-    at = made + (lane * K + k) * P + channel
-    rate, c0 = tl.load(at, mask=inside, other=0.0), tl.load(at + plane, mask=inside, other=0.0)
-    b0 = tl.load(at + 2 * plane, mask=inside, other=0.0)
-    return rate, rate, c0, c0, b0, b0, b0, b0
-
-
-@triton.jit
-def pull_made_pairs(grads, at, slopes):
-    """The gradients [1 or 2, 6 or 8, H, K, P] of what read_made_pairs reads; a row for each input of a pair."""
-    lane, channel, k, inside, half, heads, P, K = at
-    made, count = grads
-    plane = heads * K * P
-    to = made + half * count * plane + (lane * K + k) * P + channel
-    for i in tl.static_range(6):
-        tl.store(to + i * plane, slopes[i], mask=inside)
-    for i in tl.static_range(6, 8):
-        tl.store(to + i * plane, slopes[i], mask=inside & (count > 6))
-
-
-@triton.jit
-def pull_made_entries(grads, at, slopes):
-    """The gradients [1, 3, H, K, P] of what read_made_entries reads."""
-    lane, channel, k, inside, _, heads, P, K = at
-    made, _ = grads
-    plane = heads * K * P
-    to = made + (lane * K + k) * P + channel
-    for i in tl.static_range(3):
-        tl.store(to + i * plane, slopes[2 * i], mask=inside)
-
-
-@triton.jit
 def _circle(part):
     """cos and sin of 2π part, float32, for a float64 part. Of the nearest quarter turn's rest, by their series."""
     quarter = tl.floor(4.0 * part + 0.5)
@@ -150,7 +101,7 @@ def _circle(part):
 
 
 @triton.jit
-def _turns(count, rate, turn, TURNED: tl.constexpr):
+def turns(count, rate, turn, TURNED: tl.constexpr):
     """e^{count rate} (cos count θ, sin count θ), float32; without turns the first alone."""
     exponent = count * (rate * LOG2E)
     whole = tl.floor(exponent + 0.5)
@@ -195,19 +146,19 @@ def _written(found, k, entry, TURNED: tl.constexpr, ENTRIES: tl.constexpr):
 def impulse_forward(
     args, h, P, length, fine, points,
     read: tl.constexpr, K: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr,
-    ENTRIES: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr,
+    ENTRIES: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, FIRST: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """h [H, ENTRIES, P, points], 0 from `length` on. Grid (H · ENTRIES · P, tiles down, across).
 
     SHIFT: 1 where the state is read before the update, so that h_0 is 0, else 0. SCALED: divided by points, as an FFT
-    there and back wants it.
+    there and back wants it. FIRST: the power of A in h_0. ADDED: to what h holds, which stays as it is from `length`.
     """
     row = tl.program_id(0).to(tl.int64)
     lane, entry, channel = _place_of(row, P, ENTRIES)
     begin = _first_of(entry, BK, TURNED, ENTRIES)
     top = tl.program_id(1) * BI
     i, j = top + tl.arange(0, BI), tl.program_id(2) * BJ + tl.arange(0, BJ)
-    down, across = (i * fine).to(tl.float64)[:, None], j.to(tl.float64)[None, :]
+    down, across = (i * fine + FIRST).to(tl.float64)[:, None], j.to(tl.float64)[None, :]
     out = tl.zeros([BI, BJ], tl.float32)
     for first in range(0, tl.where(top * fine < length, K if ENTRIES == 1 else 1, 0), BK):
         k = begin + first + tl.arange(0, BK)
@@ -216,8 +167,8 @@ def impulse_forward(
         c0, c1 = found[2].to(tl.float32)[None, :], found[3].to(tl.float32)[None, :]
         wide0, wide1 = _written(found, k, entry, TURNED, ENTRIES)
         b0, b1 = wide0.to(tl.float32)[:, None], wide1.to(tl.float32)[:, None]
-        cosine, sine = _turns(down, rate[None, :], turn[None, :], TURNED)
-        ahead, beside = _turns(across, rate[:, None], turn[:, None], TURNED)
+        cosine, sine = turns(down, rate[None, :], turn[None, :], TURNED)
+        ahead, beside = turns(across, rate[:, None], turn[:, None], TURNED)
         if TURNED:
             out = tl.dot(c0 * cosine + c1 * sine, b0 * ahead - b1 * beside, out, input_precision="ieee")
             out = tl.dot(c1 * cosine - c0 * sine, b0 * beside + b1 * ahead, out, input_precision="ieee")
@@ -226,16 +177,21 @@ def impulse_forward(
     at = i[:, None] * fine + j[None, :] + SHIFT
     if SCALED:
         out = out * (1.0 / points.to(tl.float32))
-    tl.store(h + row * points + at, tl.where(at < length, out, 0.0), mask=(at < points) & (j < fine)[None, :])
+    to, inside = h + row * points + at, (j < fine)[None, :]
+    if ADDED:
+        inside = inside & (at < length)
+        tl.store(to, tl.load(to, mask=inside, other=0.0) + out, mask=inside)
+    else:
+        tl.store(to, tl.where(at < length, out, 0.0), mask=inside & (at < points))
     if SHIFT:
         tl.store(h + row * points, 0.0, mask=(top == 0) & (tl.program_id(2) == 0))
 
 
 @triton.jit
-def _gathered(dh, j, rate, turn, TURNED: tl.constexpr):
+def gathered(dh, j, rate, turn, TURNED: tl.constexpr):
     """Σ_j dh[i, j] z^j and Σ_j j dh[i, j] z^j, each as (real, imaginary) [rows, K], for z = e^{rate + iθ}."""
     count = j.to(tl.float64)[:, None]
-    real, imaginary = _turns(count, rate[None, :], turn[None, :], TURNED)
+    real, imaginary = turns(count, rate[None, :], turn[None, :], TURNED)
     steps = j.to(tl.float32)[:, None]
     of_real = tl.dot(dh, real, input_precision="ieee")
     of_later = tl.dot(dh, steps * real, input_precision="ieee")
@@ -247,9 +203,9 @@ def _gathered(dh, j, rate, turn, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _pushed(parts, down, rate, turn, TURNED: tl.constexpr):
+def pushed(parts, down, rate, turn, TURNED: tl.constexpr):
     """Sums over rows i of z^{down} times (real, imaginary) parts, float64."""
-    cosine, sine = _turns(down, rate[None, :], turn[None, :], TURNED)
+    cosine, sine = turns(down, rate[None, :], turn[None, :], TURNED)
     cosine = cosine.to(tl.float64)
     if TURNED:
         sine = sine.to(tl.float64)
@@ -302,10 +258,10 @@ def impulse_backward(
             j = left + tl.arange(0, BJ)
             at = i[:, None] * fine + j[None, :] + SHIFT
             given = tl.load(dh + place * points + at, mask=(at < length) & (j < fine)[None, :], other=0.0)
-            inner = _gathered(given, j, rate, turn, TURNED)
-            a, x = _pushed((inner[0], inner[1]), down, rate, turn, TURNED)
+            inner = gathered(given, j, rate, turn, TURNED)
+            a, x = pushed((inner[0], inner[1]), down, rate, turn, TURNED)
             outer = inner[2] + down * inner[0], inner[3] + down * inner[1]
-            a_later, x_later = _pushed(outer, down, rate, turn, TURNED)
+            a_later, x_later = pushed(outer, down, rate, turn, TURNED)
             real, imaginary = real + a, imaginary + x
             later, late = later + a_later, late + x_later
     if SCALED:
@@ -329,8 +285,9 @@ def tiles(length: int, fine: int, k: int, across: int) -> dict[str, int]:
 def respond(args: Any, h: Tensor, length: int, fine: int, k: int, read: Callable[..., Any], **named: Any) -> None:
     """Launch impulse_forward for h [H, ENTRIES, P, points]."""
     heads, entries, p, points = h.shape
-    constants = tiles(length, fine, k, ACROSS)
-    grid = heads * entries * p, -(-points // (fine * constants["BI"])), -(-fine // constants["BJ"])
+    constants, named = tiles(length, fine, k, ACROSS), {"FIRST": 0, "ADDED": False, **named}
+    whole = length if named["ADDED"] else points
+    grid = heads * entries * p, -(-whole // (fine * constants["BI"])), -(-fine // constants["BJ"])
     launch(impulse_forward, grid, args, h, p, length, fine, points, read=read, ENTRIES=entries, **named, **constants)
 
 

@@ -2,8 +2,8 @@
 
 Forward: the inputs' part of B as rows in time, the impulse response of the Params, the FFTs of both, their product, its
 FFT back, and y of its rows. Everything around the FFTs is printed for the declaration (dsf.triton.print_convolution,
-dsf.triton.print_impulse), so a call has five launches besides the copies that torch's FFTs make. The operators take the
-name of a registered Convolution.
+dsf.triton.print_impulse), so a call has five launches besides the copies that torch's FFTs make, and one more for an
+initial and for a final state. The operators take the name of a registered Convolution.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dsf.kernels.invariant import fast_length, fine_of
 from dsf.kernels.triton import impulse
-from dsf.kernels.triton.fourier import numbers
+from dsf.kernels.triton.fourier import holes, numbers
 from dsf.kernels.triton.fourier.rows import into_rows, over_rows
 from dsf.kernels.triton.fourier.spectra import product, pull_product, rows_of, spectra_of
+from dsf.kernels.triton.fourier.states import run_state
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.kernel import no_finish, no_sums
@@ -161,38 +162,62 @@ class _Call:
         sizes = self.known.numbers, self.heads, self.k, self.p
         return numbers.make(self.params(), self.known.functions.numbers, sizes, self.like)
 
+    @property
+    def read(self) -> Any:
+        """The hole that reads the numbers."""
+        return holes.read_made_pairs if self.known.turned else holes.read_made_entries
+
     def response(self, made: Tensor) -> Tensor:
         """The impulse responses divided by points, as rows [H · E · P, points]."""
         h = self.like.new_empty(self.heads, self.entries, self.p, self.points, dtype=torch.float32)
-        read = impulse.read_made_pairs if self.known.turned else impulse.read_made_entries
-        impulse.respond((made, *made.shape), h, self.tokens, self.fine, self.k, read, **self.how)
+        impulse.respond((made, *made.shape), h, self.tokens, self.fine, self.k, self.read, **self.how)
         return h.view(-1, self.points)
+
+    def add_state(self, made: Tensor, state: Tensor, rows: Tensor) -> None:
+        """Add what an initial state [B, H, N, P] contributes to y's rows [B · H · P, points]."""
+        h = rows.view(self.batch * self.heads, 1, self.p, self.points)
+        turned, first = self.known.turned, 0 if self.known.before else 1
+        read = holes.read_state_pairs if turned else holes.read_state_entries
+        args, how = (made, *made.shape, state), {"TURNED": turned, "SHIFT": 0, "SCALED": False}
+        impulse.respond(args, h, self.tokens, self.fine, self.k, read, **how, FIRST=first, ADDED=True)
+
+    def final(self, made: Tensor, state: Tensor | None, inputs: Tensor) -> Tensor:
+        """The state [B, H, N, P] after the last token. inputs: rows of `enter`."""
+        n = 2 * self.k if self.known.turned else self.k
+        out = self.like.new_empty(self.batch, self.heads, n, self.p, dtype=torch.float32)
+        sizes = self.tokens, self.fine, self.k, self.heads
+        how = {"TURNED": self.known.turned, "KEYED": self.known.keyed}
+        run_state(inputs, (made, *made.shape), state, out, sizes, self.read, **how)
+        return out
 
     def pull_response(self, made: Tensor, dh: Tensor) -> Tensor:
         """The gradients [1 or 2, count, H, K, P] of the numbers from those of the responses."""
         known, count = self.known, self.known.numbers
         slopes = made.new_empty(2 if known.keyed and known.turned else 1, *made.shape)
-        holes = impulse.read_made_entries, impulse.pull_made_entries
-        if known.turned:
-            holes = impulse.read_made_pairs, impulse.pull_made_pairs
+        both = self.read, holes.pull_made_pairs if known.turned else holes.pull_made_entries
         dh = dh.view(self.heads, self.entries, self.p, self.points)
         args = made, *made.shape
-        impulse.pull_back(dh, args, (slopes, count), self.tokens, self.fine, self.k, holes, **self.how)
+        impulse.pull_back(dh, args, (slopes, count), self.tokens, self.fine, self.k, both, **self.how)
         return slopes
 
 
-def _forward(operands: Sequence[Tensor], program: str, keep: bool) -> tuple[Tensor, list[Tensor]]:
-    """y [B, T, H, P], and with `keep` what the backward pass needs."""
+def _forward(
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, final: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """y [B, T, H, P], with `final` the last state [B, H, N, P], and with `keep` what the backward pass needs."""
     call = _Call(CONVOLUTIONS[program], operands)
     known = call.known
-    inputs = spectra_of(call.rows("enter", known.keyed))
-    made = call.numbers()
-    responses = spectra_of(call.response(made))
+    state = None if state is None else state.contiguous()
+    rows, made = call.rows("enter", known.keyed), call.numbers()
+    inputs, responses = spectra_of(rows), spectra_of(call.response(made))
     found = rows_of(product(inputs, responses, call.sizes), call.points)
+    if state is not None:
+        call.add_state(made, state, found)
     y = call.like.new_empty(call.batch, call.tokens, call.heads, call.p)
     call.tensors |= {".y": y, ".z": call.in_time(found, call.p)}
     call.run("leave", False)
-    return y, [inputs, responses, made, *([found] if known.gated else [])] if keep else []
+    last = call.final(made, state, rows) if final else y.new_empty(0, dtype=torch.float32)
+    return y, last, [inputs, responses, made, *([found] if known.gated else [])] if keep else []
 
 
 def _backward(
@@ -241,7 +266,11 @@ def _of_fixed(call: _Call, made: Tensor, spectra: Tensor, needs: Sequence[bool])
     return [g[0] if g.shape[0] == 1 else g.sum(0).to(x.dtype) for x, g in pairs if g is not None]
 
 
-convolve = operator("convolve(Tensor[] operands, str program, bool keep) -> (Tensor, Tensor[])", _forward)
+_GIVEN = "Tensor[] operands, Tensor? state, str program, bool keep, bool final"
+convolve = operator(
+    f"convolve({_GIVEN}) -> (Tensor, Tensor, Tensor[])",
+    _forward,
+)
 convolve_backward = operator(
     "convolve_backward(Tensor dy, Tensor[] operands, Tensor[] kept, str program, bool[] needs) -> Tensor[]", _backward
 )
