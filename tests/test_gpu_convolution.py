@@ -4,7 +4,7 @@ import pytest
 import torch
 from fourier_family import PRINTED, compare, drawn, gated_bank, results
 
-from dsf import mixers
+from dsf import long_convolution, mixers
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
 from dsf.triton import convolve
 
@@ -90,3 +90,19 @@ def test_a_captured_graph_and_a_compiled_function_give_the_same():
     inputs["x"].mul_(2)
     graph.replay()
     torch.testing.assert_close(y, mixers.s4d(**inputs, form="convolution"))
+
+
+@pytest.mark.parametrize("tokens, length", [(1, 3), (700, 700), (4096, 100), (500, 2000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_long_convolution(tokens, length, dtype):
+    torch.manual_seed(0)
+    x, gate = torch.randn(2, 2, tokens, 3, 70, device="cuda").to(dtype)
+    h, D = torch.randn(3, length, 70, device="cuda") / length**0.5, torch.randn(3, 70, device="cuda")
+    found = []
+    for leaves in ([x, h, gate, D], [z.double() for z in (x, h, gate, D)]):
+        leaves = [z.detach().requires_grad_() for z in leaves]
+        y = long_convolution(*leaves)
+        weights = torch.linspace(-1, 1, y.numel(), device="cuda").cos().bfloat16().to(y).view_as(y)
+        found.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * b.norm()

@@ -13,10 +13,11 @@ nothing is summed over it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dsf.kernels.triton.fourier.operator import Convolution
 from dsf.kernels.triton.pointwise.programs import Access
+from dsf.language.annotations import Kind
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of
 from dsf.language.invariant import Still
 from dsf.language.operator import times
@@ -34,7 +35,8 @@ ROWS, GIVEN = symbol(".z", frozenset({VALUE})), symbol(".dy", frozenset({VALUE})
 def emit_convolution(spec: Spec, still: Still) -> tuple[Source, Convolution]:
     """Printed source and Convolution of a declaration. Raises Unprintable."""
     drive, keyed, numbers = _numbers(spec, still)
-    moving = _Writer(still, drive, keyed)
+    y: Expr = times(ROWS, still.gate) + still.of.system.D
+    moving = _Writer({i.name: i.kind for i in still.of.inputs}, drive, y, keyed)
     params = ParamsWriter(numbers, {i.name: i.kind for i in spec.inputs})
     if not params.fixed:
         raise Unprintable("no Param is in A, B or C")
@@ -51,6 +53,24 @@ def emit_convolution(spec: Spec, still: Still) -> tuple[Source, Convolution]:
         {name: accesses for name, (_, accesses) in printed.items()},
     )  # fmt: skip
     return Source(f"{identifier(spec.name)}_convolution", text, ()), known
+
+
+def emit_filter(gated: bool, skipped: bool) -> tuple[Source, Convolution]:
+    """Printed source and Convolution of gate (z + D x), where z is x convolved with a given response."""
+    drive = symbol("x", frozenset({VALUE}))
+    kinds, y = {"x": Kind(drive.axes, True)}, ROWS
+    if skipped:
+        kinds["D"] = Kind(drive.axes, False)
+        y = y + symbol("D", drive.axes) * drive
+    if gated:
+        kinds["gate"] = Kind(drive.axes, True)
+        y = symbol("gate", drive.axes) * y
+    moving = _Writer(kinds, drive, y, False)
+    printed = moving.functions()
+    about = ["What surrounds the FFTs of a convolution with a given filter.", "", "Printed by dsf."]
+    accesses = {name: accesses for name, (_, accesses) in printed.items()}
+    known = Convolution(moving.inputs, (), False, False, 0, False, moving.gated, accesses)
+    return Source("long_convolution", file_of(about, [x for x, _ in printed.values()]), ()), known
 
 
 def _numbers(spec: Spec, still: Still) -> tuple[Expr, bool, Numbers]:
@@ -77,15 +97,13 @@ def _numbers(spec: Spec, still: Still) -> tuple[Expr, bool, Numbers]:
 class _Writer(Writer):
     """Prints the functions of moving inputs."""
 
-    def __init__(self, still: Still, drive: Expr, keyed: bool) -> None:
-        super().__init__({i.name: i.kind for i in still.of.inputs})
-        self.drive, self.keyed = drive, keyed
+    def __init__(self, kinds: Mapping[str, Kind], drive: Expr, y: Expr, keyed: bool) -> None:
+        super().__init__(kinds)
+        self.drive, self.y, self.keyed = drive, y, keyed
         self.axes = frozenset({KEY if keyed else VALUE})
         self.given = symbol(".du", self.axes)
-        self.y: Expr = times(ROWS, still.gate) + still.of.system.D
-        self.gated = still.gate is not UNIT
-        found = inputs_of(drive, self.y)
-        self.nodes = [x for x in found if x is not ROWS]
+        self.gated = bool(inputs_of(derivatives(y, UNIT, [ROWS])[0]))
+        self.nodes = [x for x in inputs_of(drive, y) if x is not ROWS]
         if keyed and self.y is not ROWS:
             raise Unprintable("gates and skips beside an input for every entry")
         for x in self.nodes:

@@ -69,7 +69,7 @@ class Convolution:
 CONVOLUTIONS: Registry[Convolution] = Registry("convolution")
 
 
-class _Call:
+class Call:
     """One call: its sizes, and launches of its printed functions."""
 
     def __init__(self, known: Convolution, operands: Sequence[Tensor]) -> None:
@@ -137,6 +137,7 @@ class _Call:
         return -(-self.tokens // (TOKENS * SPAN))
 
     def arguments(self, name: str) -> tuple[Any, ...]:
+        """Addresses and strides of what a printed function reads and stores."""
         return arguments_of(self.known.accesses[name], self.tensors, self.heads, False)
 
     def in_time(self, x: Tensor, width: int) -> Tensor:
@@ -205,7 +206,7 @@ def _forward(
     operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, final: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """y [B, T, H, P], with `final` the last state [B, H, N, P], and with `keep` what the backward pass needs."""
-    call = _Call(CONVOLUTIONS[program], operands)
+    call = Call(CONVOLUTIONS[program], operands)
     known = call.known
     state = None if state is None else state.contiguous()
     rows, made = call.rows("enter", known.keyed), call.numbers()
@@ -224,16 +225,16 @@ def _backward(
     dy: Tensor, operands: Sequence[Tensor], kept: Sequence[Tensor], program: str, needs: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of the operands that need one, in order."""
-    call = _Call(CONVOLUTIONS[program], operands)
+    call = Call(CONVOLUTIONS[program], operands)
     known, count = call.known, len(call.known.moving)
     call.tensors |= {".dy": dy, ".z": call.in_time(kept[3], call.p) if known.gated else None}
     outputs = spectra_of(call.rows("begin", False))
     wanted, learnt = needs[:count], needs[count:]
     of_responses, of_inputs = pull_product(outputs, kept[0], kept[1], call.sizes, any(wanted))
-    return [*_of_moving(call, of_inputs, wanted), *_of_fixed(call, kept[2], of_responses, learnt)]
+    return [*gradients_of_moving(call, of_inputs, wanted), *_of_fixed(call, kept[2], of_responses, learnt)]
 
 
-def _of_moving(call: _Call, spectra: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+def gradients_of_moving(call: Call, spectra: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of moving inputs from those of the inputs' spectra and of y."""
     if spectra is None:
         return []
@@ -252,7 +253,7 @@ def _of_moving(call: _Call, spectra: Tensor | None, needs: Sequence[bool]) -> li
     return found
 
 
-def _of_fixed(call: _Call, made: Tensor, spectra: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+def _of_fixed(call: Call, made: Tensor, spectra: Tensor, needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of the impulse response's Params from that of its spectrum. made: its numbers."""
     if not any(needs):
         return []

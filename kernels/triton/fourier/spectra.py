@@ -13,25 +13,25 @@ from dsf.kernels.triton.schedule import book_of
 BLOCK = 512  # frequencies of a program
 
 
-def _forth(x: Tensor) -> Tensor:
+def _forth(x: Tensor, norm: str) -> Tensor:
     """The spectra of rows [R, points]: [R, points // 2 + 1, 2]."""
-    return torch.view_as_real(torch.fft.rfft(x))
+    return torch.view_as_real(torch.fft.rfft(x, norm=norm))
 
 
-def _back(x: Tensor, points: int) -> Tensor:
-    """`points` times the rows of spectra [R, F, 2]: nothing is divided by."""
-    return torch.fft.irfft(torch.view_as_complex(x), points, norm="forward")
+def _back(x: Tensor, points: int, norm: str) -> Tensor:
+    """The rows of spectra [R, F, 2]."""
+    return torch.fft.irfft(torch.view_as_complex(x), points, norm=norm)
 
 
-def spectra_of(x: Tensor) -> Tensor:
-    """_forth, as one operation of a schedule."""
-    found: Tensor = book_of((x,)).apply(_forth, x)
+def spectra_of(x: Tensor, divided: bool = False) -> Tensor:
+    """The spectra [R, F, 2] of rows [R, points], if asked divided by points; one operation of a schedule."""
+    found: Tensor = book_of((x,)).apply(_forth, x, "forward" if divided else "backward")
     return found
 
 
-def rows_of(x: Tensor, points: int) -> Tensor:
-    """_back, as one operation of a schedule."""
-    found: Tensor = book_of((x,)).apply(_back, x, points)
+def rows_of(x: Tensor, points: int, divided: bool = False) -> Tensor:
+    """The rows of spectra as sums that nothing divides, if asked divided by points; one operation of a schedule."""
+    found: Tensor = book_of((x,)).apply(_back, x, points, "backward" if divided else "forward")
     return found
 
 
