@@ -36,10 +36,21 @@ def rows_of(x: Tensor, points: int, divided: bool = False) -> Tensor:
 
 
 @triton.jit
-def _at(x, row, f, ok, F):
+def _places(x, row, f, F):
+    """The addresses of both parts of a row's frequencies [BF, 2], so that one instruction loads or stores both."""
+    return x + row * (2 * F) + 2 * f[:, None] + tl.arange(0, 2)[None, :]
+
+
+@triton.jit
+def _load(x, row, f, F):
     """The real and the imaginary part of a row."""
-    at = x + row * (2 * F) + 2 * f
-    return tl.load(at, mask=ok, other=0.0), tl.load(at + 1, mask=ok, other=0.0)
+    return tl.split(tl.load(_places(x, row, f, F), mask=(f < F)[:, None], other=0.0))
+
+
+@triton.jit
+def _store(x, row, f, F, real, imaginary):
+    """Store both parts of a row."""
+    tl.store(_places(x, row, f, F), tl.join(real, imaginary), mask=(f < F)[:, None])
 
 
 @triton.jit(do_not_specialize=["heads", "F"])
@@ -54,15 +65,13 @@ def mixed(
     first = both % heads * (I * J) + i * down
     real, imaginary = tl.zeros([BF], tl.float32), tl.zeros([BF], tl.float32)
     for j in range(J):
-        a, b = _at(x, both * J + j, f, f < F, F)
-        c, d = _at(m, first + j * across, f, f < F, F)
+        a, b = _load(x, both * J + j, f, F)
+        c, d = _load(m, first + j * across, f, F)
         if CONJUGATE:
             d = -d
         real += a * c - b * d
         imaginary += a * d + b * c
-    to = out + row * (2 * F) + 2 * f
-    tl.store(to, real, mask=f < F)
-    tl.store(to + 1, imaginary, mask=f < F)
+    _store(out, row, f, F, real, imaginary)
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "F"])
@@ -78,20 +87,16 @@ def paired(
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     real, imaginary = tl.zeros([BF], tl.float32), tl.zeros([BF], tl.float32)
     if dx is not None:
-        mc, md = _at(m, row, f, f < F, F)
+        mc, md = _load(m, row, f, F)
     for i in range(batch):
         both = i * heads + head
-        a, b = _at(g, both * P + p, f, f < F, F)
-        c, d = _at(x, both * E + e, f, f < F, F)
+        a, b = _load(g, both * P + p, f, F)
+        c, d = _load(x, both * E + e, f, F)
         real += a * c + b * d
         imaginary += b * c - a * d
         if dx is not None:
-            to = dx + both * (2 * F) + 2 * f
-            tl.store(to, a * mc + b * md, mask=f < F)
-            tl.store(to + 1, b * mc - a * md, mask=f < F)
-    to = dm + row * (2 * F) + 2 * f
-    tl.store(to, real, mask=f < F)
-    tl.store(to + 1, imaginary, mask=f < F)
+            _store(dx, both, f, F, a * mc + b * md, b * mc - a * md)
+    _store(dm, row, f, F, real, imaginary)
 
 
 def product(x: Tensor, m: Tensor, sizes: tuple[int, int, int], back: bool = False) -> Tensor:
