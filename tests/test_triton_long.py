@@ -35,7 +35,7 @@ def results(leaves, gated, skipped, form):
     return [y, *torch.autograd.grad((y * weights).sum(), used)]
 
 
-@pytest.mark.parametrize("tokens, length", [(11, 11), (11, 4), (11, 30), (1, 3), (131, 131), (300, 1)])
+@pytest.mark.parametrize("tokens, length", [(11, 11), (11, 4), (11, 30), (1, 3), (131, 131), (70, 1)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("skipped", [False, True])
 def test_it_is_the_sum_over_lags_with_all_gradients(tokens, length, gated, skipped, counting):
