@@ -158,6 +158,20 @@ def test_gradients_through_states(r, on_kernels):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-5
 
 
+@pytest.mark.parametrize("r", [mixers.s4d, mixers.s5, gated_bank], ids=lambda r: r.name)
+def test_packed_sequences_are_batches_of_it(r, on_kernels, monkeypatch):
+    """Some are empty, some of one token; what a sequence ends with does not reach the next."""
+    inputs, bounds = drawn(r, B=1, T=90), torch.tensor([0, 0, 5, 12, 13, 44, 44, 57, 90])
+    expected = results(r, {n: x.double() for n, x in inputs.items()}, "recurrent", cu_seqlens=bounds)
+    monkeypatch.setattr("dsf.call.convolution._by_torch", None)  # nothing else runs
+    compare(r, inputs, results(r, inputs, "convolution", cu_seqlens=bounds), expected, 3e-6)
+    state = torch.randn_like(r(**inputs, return_state=True, form="recurrent", cu_seqlens=bounds)[1])
+    y = r(**inputs, form="convolution", cu_seqlens=bounds, initial_state=state)
+    wide = {n: x.double() for n, x in inputs.items()}
+    exact = r(**wide, form="recurrent", cu_seqlens=bounds, initial_state=state.double())
+    compare(r, inputs, {"y": y}, {"y": exact}, 3e-6)
+
+
 def slopes(x, leaves):
     return torch.autograd.grad(x, leaves, retain_graph=True, materialize_grads=True)
 

@@ -53,6 +53,14 @@ def on_kernels(x: Tensor) -> bool:
     return (x.is_cuda and support.refusal(x.device) is None) or is_elsewhere(x.device)
 
 
+def takes(spec: Spec, bound: Bound, state: Tensor | None) -> bool:
+    """True for calls that the operator takes: with an initial state such that need no gradients."""
+    sizes, given = bound.sizes, list(bound.tensors.values())
+    if sizes.groups or sizes.n > LARGEST or not on_kernels(given[0]) or isinstance(program_of(spec), str):
+        return False
+    return state is None or not (torch.is_grad_enabled() and any(x.requires_grad for x in (*given, state)))
+
+
 def run(
     spec: Spec, bound: Bound, state: Tensor | None, final: bool, otherwise: Otherwise
 ) -> tuple[Tensor, Tensor] | None:
@@ -61,19 +69,13 @@ def run(
     None where the operator does not take the call. state: [B, H, N, P] or None. otherwise: the same call without an
     initial state by torch's operators, for second derivatives and the gradient of a final state.
     """
-    sizes, x = bound.sizes, next(iter(bound.tensors.values()))
-    if sizes.groups or sizes.n > LARGEST or not on_kernels(x):
-        return None
-    found = program_of(spec)
-    if isinstance(found, str):
+    if not takes(spec, bound, state):
         return None
     from dsf.kernels.triton.fourier.operator import CONVOLUTIONS, convolve
 
-    name = found[1]
+    name = program_of(spec)[1]
     operands = [bound.tensors[role] for role in CONVOLUTIONS[name].roles]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*operands, state) if x is not None):
-        if state is not None:
-            return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         y, last = _Convolved.apply(name, bound, final, otherwise, *operands)
         return y, last
     y, last, _ = convolve(operands, state, name, False, final)
