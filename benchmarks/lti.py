@@ -1,6 +1,7 @@
 """Time-invariant systems on a GPU: the convolution form beside torch.fft alone, and beside the scan.
 
     python benchmarks/lti.py [--seconds 240] [--commit HASH] [--out benchmarks/results/lti.json] [--device cuda]
+    python benchmarks/lti.py --profile s4d                                                      # its kernels' times
     python benchmarks/lti.py --page benchmarks/results/lti.json --into docs/performance.md     # its table
 
 Rows: S4D with real and complex rates, LRU and S4, forward, and forward and backward, float32. "fft" is what no
@@ -119,6 +120,25 @@ def measure(name: str, device: str) -> dict[str, Any]:
     return row
 
 
+def profile(name: str, device: str) -> str:
+    """What the kernels of a call, forward and backward, take on the GPU: torch.profiler's table of ten calls."""
+    r, batch, heads, n, p, tokens = CASES[name]
+    inputs = inputs_of(r, batch, heads, n, p, tokens, device)
+    kinds = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * (device == "cuda")]
+
+    def both() -> None:
+        torch.autograd.grad(r(**inputs, form="convolution").sum(), list(inputs.values()), allow_unused=True)
+
+    both()
+    with torch.profiler.profile(activities=kinds) as found:
+        for _ in range(10):
+            both()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    by = f"self_{device}_time_total"
+    return str(found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60))
+
+
 def page(data: dict[str, Any]) -> str:
     """The table of a record."""
     lines = ["| recurrence | B, T, H, N, P | convolution ms | FFT alone ms | ÷ FFT | fused scan ms | error |"]
@@ -145,9 +165,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--case", choices=CASES, nargs="+")
+    parser.add_argument("--profile", choices=CASES)
     add_page_options(parser)
     given = parser.parse_args()
     if shows(given, page):
+        return
+    if given.profile:
+        print(profile(given.profile, given.device))
         return
     begin, rows = time.perf_counter(), list[dict[str, Any]]()
     where = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"

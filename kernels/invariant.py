@@ -132,12 +132,12 @@ class Invariant:
 
     def products(self, write: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """cᵀ A^l b, [H, p, length or more]."""
-        fine = _fine(length)
+        fine = fine_of(length)
         rows = self.columns(self.read, -(-length // fine), fine, adjoint=True).to(dtype)
         return _products(rows, self.columns(write, fine).to(dtype)).flatten(-2)
 
 
-def _fine(length: int) -> int:
+def fine_of(length: int) -> int:
     """Number of powers in the finer table: about the square root of length."""
     return 1 << math.ceil(math.log2(max(length, 1)) / 2)
 
@@ -177,7 +177,7 @@ class _Impulse(torch.autograd.Function):
 
         ctx.save_for_backward(c, b, log, angle)
         ctx.length = length
-        found: Tensor = impulse_response(c, b, log, angle, length, _fine(length))
+        found: Tensor = impulse_response(c, b, log, angle, length, fine_of(length))
         return found
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Impulse(torch.autograd.Function):
 
         (dh,), (c, b, log, angle), length = given, ctx.saved_tensors, ctx.length
         if not torch.is_grad_enabled():
-            dc, db, dlog, *dangle = impulse_response_backward(dh, c, b, log, angle, length, _fine(length))
+            dc, db, dlog, *dangle = impulse_response_backward(dh, c, b, log, angle, length, fine_of(length))
             return dc, db, dlog, *(dangle or [None]), None
         leaves = [x for x in (c, b, log, angle) if x is not None]
         wide = log if angle is None else log.repeat_interleave(2, dim=1)
@@ -216,7 +216,16 @@ def causal(x: Tensor, h: Tensor) -> Tensor:
 def _causal(x: Tensor, h: Tensor) -> Tensor:
     tokens = x.shape[-1]
     points = fast_length(2 * tokens - 1)
-    return torch.fft.irfft(torch.fft.rfft(x, points) * torch.fft.rfft(h, points), points)[..., :tokens]
+    return _back(torch.fft.rfft(x, points) * _divided(h, points), points)[..., :tokens]
+
+
+def _divided(h: Tensor, points: int) -> Tensor:
+    """The spectrum of an impulse response, divided by points: `_back` need not pass over all rows again to do it."""
+    return torch.fft.rfft(h, points, norm="forward")
+
+
+def _back(x: Tensor, points: int) -> Tensor:
+    return torch.fft.irfft(x, points, norm="forward")
 
 
 class _Causal(torch.autograd.Function):
@@ -226,9 +235,9 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, h: Tensor) -> Tensor:
         tokens = x.shape[-1]
         points = fast_length(2 * tokens - 1)
-        spectra = torch.fft.rfft(x, points), torch.fft.rfft(h, points)
+        spectra = torch.fft.rfft(x, points), _divided(h, points)
         ctx.save_for_backward(x, h, *spectra)
-        return torch.fft.irfft(spectra[0] * spectra[1], points)[..., :tokens]
+        return _back(spectra[0] * spectra[1], points)[..., :tokens]
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -240,12 +249,12 @@ class _Causal(torch.autograd.Function):
         points = fast_length(2 * tokens - 1)
         spectrum = torch.fft.rfft(given[0], points)
 
-        def part(other: Tensor, shape: torch.Size) -> Tensor:
-            product = spectrum * other.conj()
-            return torch.fft.irfft(product.sum_to_size(*shape[:-1], product.shape[-1]), points)[..., :tokens]
+        def part(other: Tensor, shape: torch.Size, norm: str) -> Tensor:
+            product = (spectrum * other.conj()).sum_to_size(*shape[:-1], spectrum.shape[-1])
+            return torch.fft.irfft(product, points, norm=norm)[..., :tokens]
 
-        needs = ctx.needs_input_grad
-        return part(spectra[1], x.shape) if needs[0] else None, part(spectra[0], h.shape) if needs[1] else None
+        dx = part(spectra[1], x.shape, "forward") if ctx.needs_input_grad[0] else None
+        return dx, part(spectra[0], h.shape, "backward") if ctx.needs_input_grad[1] else None
 
 
 def convolution(
@@ -275,7 +284,7 @@ def convolution(
 
 def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
     """The part of y from an initial state, cᵀ A^{t+1} S_0: [B, T, H, P]."""
-    fine = _fine(tokens)
+    fine = fine_of(tokens)
     rows = system.columns(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
     first = state if system.before else system.step.power(state, 1)
     columns = system.columns(first, fine)  # [J, B, H, N, P]
@@ -286,7 +295,7 @@ def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
 def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None) -> Tensor:
     """A^T S_0 + Σ_t A^{T-1-t} b x_t with each row's own T: [B, H, N, P]."""
     tokens = drives[0].shape[1]
-    fine = _fine(tokens)
+    fine = fine_of(tokens)
     pad = -tokens % fine
     total: Tensor | None = None
     for write, x in zip(system.writes, drives, strict=True):

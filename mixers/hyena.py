@@ -143,8 +143,9 @@ class Hyena(Owner):
         *gates, v = u.unsqueeze(2).chunk(self.order + 1, dim=-1)  # [B, T, 1, d_model]
         filters = self.filter(min(tokens, self.filter.l_max)).unflatten(0, (self.order - 1, -1)).mT  # [order-1, L, C]
         for place, gate in enumerate(reversed(gates[1:])):
-            v = long_convolution(v * gate, filters[place][None], D=self.D[place][None], cu_seqlens=cu_seqlens)
-        return self.out_proj((v * gates[0]).squeeze(2)), None
+            last = gates[0] if place == self.order - 2 else None
+            v = long_convolution(v * gate, filters[place][None], last, self.D[place][None], cu_seqlens)
+        return self.out_proj(v.squeeze(2)), None
 
     if TYPE_CHECKING:
 

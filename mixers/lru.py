@@ -12,6 +12,7 @@ import dsf
 from dsf import Key, Param, Scalar, System, Value, exp, turn
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import normal
+from dsf.mixers._state_space import paired
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -68,9 +69,9 @@ class ComplexUnits(Mixer):
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
         return (u, self.D)
 
-    def mix(self, y: Tensor, side: Side, c: Tensor) -> Tensor:
-        """Re(C x) + D u, GELU and GLU. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
-        y = F.linear(y.flatten(2), (c * c.new_tensor([1.0, -1.0])).flatten(1))
+    def mix(self, y: Tensor, side: Side, c: Tensor, factor: float = 1.0) -> Tensor:
+        """factor Re(C x) + D u, GELU and GLU. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
+        y = F.linear(y.flatten(2), paired(c, factor))
         skip = side[1].to(y.dtype) * side[0]
         y = y + skip if self.shares is None else self.shares.leave(y + self.shares.once(skip))
         return y if self.out is None else F.glu(self.out(F.gelu(y)), dim=-1)

@@ -77,7 +77,7 @@ class S5(ComplexUnits):
         return {"u": driven, "C": self.parts, **rates}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.mix(y, side, 2 * self.C)
+        return self.mix(y, side, self.C, 2.0)
 
 
 def _legs(half: int, blocks: int) -> Tensor:

@@ -18,10 +18,11 @@ import matrix_family as matrix
 import pytest
 import scan_family as scans
 import torch
+from fourier_family import OWN
 from interpreted import INTERPRETED
 
 import dsf
-from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, ratio, sigmoid, tanh, turn
+from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, mixers, ratio, sigmoid, tanh, turn
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.mixers import get
@@ -127,6 +128,23 @@ def norms():
     pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
     pull([gated(x, gate, backend="triton")], [x, gate])
     pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
+
+
+def fourier():
+    """Of channels and of entries, with and without turns, with a gate, before the update."""
+    sizes = {"B": 2, "T": 300, "H": 4, "N": 40, "N/2": 20, "P": 3}
+    for r in (*OWN, mixers.s5, mixers.h3):
+        given = [torch.empty([sizes[a] for a in i.kind.layout()], device="meta") for i in r.spec.inputs]
+        state = torch.empty(r.state_shape(40, 3), device="meta").expand(2, 4, -1, -1)
+        r(*given, initial_state=state, return_state=True, form="convolution")
+        pull([r(*(x.requires_grad_() for x in given), form="convolution")], given)
+
+
+def filters():
+    """Convolutions with given filters, longer and shorter than the tokens."""
+    for length in (300, 50):
+        leaves = [tensor(2, 300, 4, 3), tensor(4, length, 3), tensor(2, 300, 4, 3), tensor(4, 3)]
+        pull([dsf.long_convolution(*leaves)], leaves)
 
 
 def impulses():
@@ -269,6 +287,8 @@ FAMILIES = {
             "convolution, packed": partial(convolution, torch.empty(4, dtype=torch.int32, device="meta")),
             "convolution, a token": convolution_step,
             "convolution, ranks": convolution_over_ranks,
+            "fourier": fourier,
+            "fourier, filters": filters,
             "impulse responses": impulses,
             "norms": norms,
             "probe": probe,
@@ -278,7 +298,8 @@ FAMILIES = {
             "turned attention": of(turned),
         },
         (
-            "attention.kernel", "impulse", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
+            "attention.kernel", "double", "fourier.holes", "fourier.numbers", "fourier.rows", "fourier.spectra",
+            "fourier.states", "impulse", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
             "layer.windows",
         ),
     ),

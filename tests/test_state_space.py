@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsf
 from dsf import InputError, Key, Pair, Param, Scalar, System, TraceError, Value, exp, mixers, softplus
@@ -230,6 +231,24 @@ def linoss(x: Value, A: Param[Pair], dt: Param[Pair], b: Param[Pair], C: Param[K
     angle, gain = step * w, step / (1 + step * step * w * w)
     write = dsf.pair(gain * b / w, gain * step * b)
     return System(A=dsf.rsqrt(1 + angle * angle) * dsf.turn(dsf.atan2(angle, 1)), B=write * x, C=C)
+
+
+class _Copies(TorchDispatchMode):
+    """Refuses tensors of Python's numbers: on a GPU the host waits for such a copy."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten.lift_fresh.default, "numbers were copied from the host"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["S4D", "DSS", "S4", "S5", "LRU", "H3"])
+def test_a_layer_s_call_copies_nothing_from_the_host(name):
+    layer, x = getattr(mixers, name)(8, 4), torch.randn(1, 70, 8)
+    with _Copies():
+        y, _ = layer(x, use_cache=False)
+        y.sum().backward()
+    with pytest.raises(AssertionError, match="copied"), _Copies():
+        x.new_tensor([1.0, -1.0])
 
 
 def test_linoss_is_its_implicit_step():

@@ -11,6 +11,8 @@ from dsf.call.bind import FLOATS
 from dsf.call.packing import Packing
 from dsf.kernels.invariant import causal
 from dsf.language.errors import FormError, InputError
+from dsf.triton import long as on_gpu
+from dsf.triton.convolve import on_kernels
 
 NAME = "long_convolution"
 REFUSED = (
@@ -45,6 +47,14 @@ def long_convolution(
         raise FormError(f"{NAME}: {asked}: {REFUSED}")
     if form not in ("auto", "naive", "convolution"):
         raise FormError(f"{NAME}: there is no form {form!r}; forms are naive, convolution and auto")
+    if cu_seqlens is None and form != "naive" and on_kernels(x):
+        return on_gpu.run(x, h, gate, D, lambda x, h, gate, D: _by_torch(x, h, gate, D, None, form))
+    return _by_torch(x, h, gate, D, cu_seqlens, form)
+
+
+def _by_torch(
+    x: Tensor, h: Tensor, gate: Tensor | None, D: Tensor | None, cu_seqlens: Tensor | Packing | None, form: str
+) -> Tensor:
     wide = torch.float64 if form == "naive" else torch.promote_types(x.dtype, torch.float32)
     rows, taps = x.to(wide), h.to(wide)
     run = _direct if form == "naive" else _fft

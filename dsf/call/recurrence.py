@@ -13,6 +13,8 @@ from dsf.call import backwards, decode, guard, packing
 from dsf.call.attention import run_attention
 from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
 from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
+from dsf.call.convolution import run_convolution
+from dsf.call.cost import CONVOLUTION
 from dsf.call.digits import of_enough_digits
 from dsf.call.frame import run_framed
 from dsf.call.launches import Planned
@@ -215,6 +217,8 @@ class Recurrence:
                 check_cache(self.spec, state, rows, bound)
             return run_attention(self.spec, bound, bounds, state, plan, wanted)
         self._check_state(state, rows, bound)
+        if plan.form == CONVOLUTION:
+            return run_convolution(self.spec, bound, bounds, state, plan, wanted)
         if self.spec.is_framed:
             return run_framed(self.spec, bound, bounds, state, plan, wanted)
         if self.spec.has_still_keys:
@@ -286,7 +290,6 @@ class Recurrence:
         if plan.one_step and not self.spec.is_framed:
             return gpu_step.run(self.spec, bound, state, in_place=True)[0]
         y, final = self._run(bound, None, state, plan)
-        assert isinstance(final, Tensor)
         state.copy_(final)
         return y
 
@@ -295,7 +298,6 @@ class Recurrence:
 
         Then come N columns for a readout that is a solve, and those for `prev`: the last value of each expression whose
         previous value is used, filled into columns of N.
-
         Raises FormError for softmax attention, whose KV cache grows with the tokens, and for systems with a window.
         """
         if self.spec.is_attention:

@@ -16,7 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.language.expr import KEY, REDUCTIONS, Expr, children_first, const, reduction
-from dsf.language.functions import N, P, abs, complement, exp, log, logsigmoid, sigmoid, tanh, tanh_slope, where
+from dsf.language.functions import (
+    N,
+    P,
+    abs,
+    complement,
+    cos,
+    exp,
+    log,
+    logsigmoid,
+    sigmoid,
+    sin,
+    tanh,
+    tanh_slope,
+    where,
+)
 
 Cotangents = tuple["Expr | None", ...]
 
@@ -256,8 +270,8 @@ PRIMITIVES: dict[str, Primitive] = {
     "sum_value": Primitive(lambda x: x.sum(-1, keepdim=True), lambda x, ct: (ct,)),
     "taylor_features": Primitive(_taylor, _no_features),
     "prev": Primitive(_shifted, _not_printed),
-    "sin": Primitive(torch.sin, _not_printed),
-    "cos": Primitive(torch.cos, _not_printed),
+    "sin": Primitive(torch.sin, lambda x, ct: (ct * cos(x.args[0]),)),
+    "cos": Primitive(torch.cos, lambda x, ct: (-ct * sin(x.args[0]),)),
     "atan2": Primitive(torch.atan2, _not_printed),
     "pair": Primitive(_pair, _not_printed),
     "quarter_turn": Primitive(_quarter_turn, _not_printed),

@@ -35,6 +35,11 @@ def elsewhere() -> Iterator[None]:
         _elsewhere.reset(token)
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """True for tensors that stand for tensors on a GPU."""
+    return device.type == "meta" and _elsewhere.get()
+
+
 def refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device, grad: bool = False
 ) -> str | None:
@@ -42,7 +47,7 @@ def refusal(
     unsupported = support.refusal(device)
     if unsupported is not None:
         return unsupported
-    if device.type != "cuda" and not interpreted() and not (device.type == "meta" and _elsewhere.get()):
+    if device.type != "cuda" and not interpreted() and not is_elsewhere(device):
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if spec.mixes_pairs:
         return (

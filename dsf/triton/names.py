@@ -10,7 +10,7 @@ from dsf.kernels.triton.registry import Registry
 from dsf.language.derived import by_digest
 from dsf.language.errors import DsfError
 from dsf.language.spec import Spec
-from dsf.triton import chunk, scan, step
+from dsf.triton import chunk, convolve, long, scan, step
 
 
 def declared(name: str, content: str) -> Spec:
@@ -32,17 +32,24 @@ def register_operators() -> None:
     must call this first.
     """
     from dsf.kernels.triton.chunk import operator
+    from dsf.kernels.triton.fourier import filters
+    from dsf.kernels.triton.fourier import operator as fourier_operator
     from dsf.kernels.triton.pointwise import prologue_ops, step_ops
     from dsf.kernels.triton.scan import operator as scan_operator
 
-    assert operator and prologue_ops and step_ops and scan_operator
+    assert operator and filters and fourier_operator and prologue_ops and step_ops and scan_operator
 
 
 def _print(kind: str, name: str) -> None:
     """Print the programs of one kind for the declaration in `name`. Raises DsfError where none of them has the name."""
+    if kind == "convolution" and name in long.names():
+        return
     title, _, rest = name.rpartition("-")[0].rpartition("-")
     spec = declared(title or name, rest)
-    printers = {"program": chunk.names, "step": step.names, "prologue": scan.prologue_names, "hole": scan.names}
+    printers = {
+        "program": chunk.names, "step": step.names, "prologue": scan.prologue_names, "hole": scan.names,
+        "convolution": convolve.names,
+    }  # fmt: skip
     if name not in printers[kind](spec):
         raise DsfError(
             f"{title}: a graph runs a program of this recurrence, {name}, that is printed otherwise here: it is of "

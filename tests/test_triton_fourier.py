@@ -1,0 +1,221 @@
+"""Time-invariant systems as one operator, in Triton's interpreter, against their steps in float64."""
+
+import pytest
+import torch
+from fourier_family import PRINTED, compare, drawn, gated_bank, results
+from interpreted import interpreted
+from test_invariant import LINES, blocks, complex_bank, rank_one, sample, taps, two_steps
+
+from dsf import mixers
+from dsf.kernels.triton.operators import forget, noted
+from dsf.triton import convolve
+from dsf.triton.choose import elsewhere
+
+pytestmark = interpreted
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """A function that says whether the operator takes calls that are not float64 from now on."""
+
+    def set_to(now):
+        monkeypatch.setattr(convolve, "on_kernels", lambda x: now and x.dtype != torch.float64)
+
+    set_to(True)
+    return set_to
+
+
+@pytest.mark.parametrize("r", PRINTED, ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [1, 131])
+def test_one_operator_gives_outputs_and_gradients_of_the_steps(r, tokens, on_kernels, counting):
+    inputs = drawn(r, T=tokens)
+    calls = counting(convolve, "program_of")
+    got = results(r, inputs, "convolution")
+    assert calls[0] and not isinstance(convolve.program_of(r.spec), str)
+    with torch.no_grad():
+        assert torch.equal(r(**inputs, form="convolution"), got["y"])
+    compare(r, inputs, got, results(r, {n: x.double() for n, x in inputs.items()}, "recurrent"), 3e-6)
+
+
+@pytest.mark.parametrize("heads, N, P, tokens", [(1, 10, 70, 40), (3, 40, 1, 65), (70, 2, 1, 9), (2, 6, 3, 530)])
+def test_any_sizes_of_heads_states_and_channels(heads, N, P, tokens, on_kernels):
+    for r in (complex_bank, gated_bank):
+        inputs = drawn(r, B=1, H=heads, N=N, P=P, T=tokens)
+        expected = results(r, {n: x.double() for n, x in inputs.items()}, "recurrent")
+        compare(r, inputs, results(r, inputs, "convolution"), expected, 5e-6)
+
+
+@pytest.mark.parametrize("r", [mixers.h3, mixers.s5], ids=lambda r: r.name)
+def test_half_precisions_are_rounded_once(r, on_kernels):
+    inputs = drawn(r, T=70, dtype=torch.bfloat16)
+    got = results(r, inputs, "convolution")
+    assert got["y"].dtype == torch.bfloat16 and all(got[n].dtype == x.dtype for n, x in inputs.items())
+    compare(r, inputs, got, results(r, {n: x.double() for n, x in inputs.items()}, "recurrent"), 2.0**-7)
+
+
+def test_params_of_any_strides_and_gradients_of_some(on_kernels):
+    r = mixers.s4d_real
+    inputs = drawn(r, H=1, N=6, P=5)
+    expected = results(r, {n: x.double() for n, x in inputs.items()}, "recurrent")
+    inputs["A_log"] = inputs["A_log"].mT.contiguous().mT
+    inputs["x"] = inputs["x"].movedim(1, -1).contiguous().movedim(-1, 1)
+    compare(r, inputs, results(r, inputs, "convolution"), expected, 3e-6)
+    for chosen in (("A_log",), ("x",), ("D", "C")):
+        leaves = {n: x.detach().requires_grad_(n in chosen) for n, x in inputs.items()}
+        y = r(**leaves, form="convolution")
+        weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).cos().bfloat16().to(y).view_as(y)
+        found = torch.autograd.grad((y * weights).sum(), [leaves[n] for n in chosen])
+        compare(r, inputs, dict(zip(chosen, found, strict=True)), {n: expected[n] for n in chosen}, 3e-6)
+
+
+def test_one_tensor_as_several_inputs_has_the_sum_of_their_gradients(on_kernels):
+    inputs = drawn(mixers.h3, T=20)
+    x, rate = (inputs[n].detach().requires_grad_() for n in ("q", "A_log"))
+    found = {}
+    for now, wide in ((True, torch.float32), (False, torch.float64)):
+        on_kernels(now)
+        given = {n: v.to(wide) for n, v in inputs.items()}
+        given |= dict.fromkeys("qkv", x.to(wide)) | dict.fromkeys(("A_log", "A_imag"), rate.to(wide))
+        loss = mixers.h3(**given, form="convolution").square().sum()
+        found[now] = torch.autograd.grad(loss, [x, rate], create_graph=True)
+        found[now] += torch.autograd.grad(sum(g.square().sum() for g in found[now]), [x, rate])
+    for a, b in zip(found[True], found[False], strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_second_derivatives_go_through_torch(on_kernels):
+    for r in (mixers.s4d, gated_bank):
+        inputs, found = drawn(r, T=12), []
+        for now, wide in ((True, torch.float32), (False, torch.float64)):
+            on_kernels(now)
+            leaves = [x.to(wide).requires_grad_() for x in inputs.values()]
+            y = r(*leaves, form="convolution")
+            first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+            found.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_what_is_read_for_the_backward_pass_must_not_change(on_kernels):
+    inputs = {n: x.requires_grad_() for n, x in drawn(mixers.s4d).items()}
+    y = mixers.s4d(**inputs, form="convolution")
+    with torch.no_grad():
+        inputs["dt"] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_params_that_changed_are_seen_whatever_changed_them(on_kernels):
+    """Nothing of a call is remembered but sizes."""
+    inputs = drawn(mixers.s4d)
+    for change in (lambda x: x.mul_(0.5), lambda x: x.data.add_(0.1), lambda x: None):
+        change(inputs["A_log"])
+        expected = mixers.s4d(**{n: x.double() for n, x in inputs.items()}, form="recurrent")
+        compare(mixers.s4d, inputs, {"y": mixers.s4d(**inputs, form="convolution")}, {"y": expected}, 3e-6)
+
+
+def test_a_gradient_without_memory_of_its_own(on_kernels):
+    """A sum's, one number for all tokens."""
+    inputs = {n: x.requires_grad_() for n, x in drawn(mixers.s4d).items()}
+    wide = {n: x.detach().double().requires_grad_() for n, x in inputs.items()}
+    got = torch.autograd.grad(mixers.s4d(**inputs, form="convolution").sum(), [*inputs.values()])
+    expected = torch.autograd.grad(mixers.s4d(**wide, form="recurrent").sum(), [*wide.values()])
+    compare(mixers.s4d, inputs, dict(zip(inputs, got, strict=True)), dict(zip(inputs, expected, strict=True)), 3e-6)
+
+
+@pytest.mark.parametrize("r", PRINTED, ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [1, 131])
+def test_states_in_and_out_are_those_of_the_steps(r, tokens, on_kernels, monkeypatch):
+    inputs = drawn(r, T=tokens)
+    wide = {n: x.double() for n, x in inputs.items()}
+    state = torch.randn_like(r(**wide, return_state=True, form="recurrent")[1])
+    monkeypatch.setattr("dsf.call.convolution._by_torch", None)  # nothing else runs
+    for start in (None, state.mT.contiguous().mT):
+        narrow = None if start is None else start.float()
+        y, last = r(**inputs, initial_state=narrow, return_state=True, form="convolution")
+        exact, ended = r(**wide, initial_state=start, return_state=True, form="recurrent")
+        assert last.dtype == torch.float32 and last.is_contiguous()
+        compare(r, inputs, {"y": y}, {"y": exact}, 3e-6)
+        for a, b in zip(last.double().unbind(1), ended.unbind(1), strict=True):
+            assert a.shape == b.shape and (a - b).norm() <= 3e-6 * b.norm()
+        if start is not None:
+            y = r(**inputs, initial_state=narrow, form="convolution")
+            compare(r, inputs, {"y": y}, {"y": exact}, 3e-6)
+
+
+@pytest.mark.parametrize("r", [mixers.s4d, mixers.lru, gated_bank], ids=lambda r: r.name)
+def test_gradients_through_states(r, on_kernels):
+    inputs = drawn(r, T=40)
+    start = torch.randn_like(r(**inputs, return_state=True, form="recurrent")[1])
+    for options in ({}, {"initial_state": start}):
+        found = []
+        for dtype, form in ((torch.float32, "convolution"), (torch.float64, "recurrent")):
+            given = {n: x.to(dtype).requires_grad_() for n, x in {**inputs, **options}.items()}
+            y, last = r(**given, return_state=True, form=form)
+            both = y.square().sum() + last.square().sum()
+            found.append([g for x in (both, last.sum(), y.sum()) for g in slopes(x, [*given.values()])])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("r", [mixers.s4d, mixers.s5, gated_bank], ids=lambda r: r.name)
+def test_packed_sequences_are_batches_of_it(r, on_kernels, monkeypatch):
+    """Some are empty, some of one token; what a sequence ends with does not reach the next."""
+    inputs, bounds = drawn(r, B=1, T=90), torch.tensor([0, 0, 5, 12, 13, 44, 44, 57, 90])
+    expected = results(r, {n: x.double() for n, x in inputs.items()}, "recurrent", cu_seqlens=bounds)
+    monkeypatch.setattr("dsf.call.convolution._by_torch", None)  # nothing else runs
+    compare(r, inputs, results(r, inputs, "convolution", cu_seqlens=bounds), expected, 3e-6)
+    state = torch.randn_like(r(**inputs, return_state=True, form="recurrent", cu_seqlens=bounds)[1])
+    y = r(**inputs, form="convolution", cu_seqlens=bounds, initial_state=state)
+    wide = {n: x.double() for n, x in inputs.items()}
+    exact = r(**wide, form="recurrent", cu_seqlens=bounds, initial_state=state.double())
+    compare(r, inputs, {"y": y}, {"y": exact}, 3e-6)
+
+
+def slopes(x, leaves):
+    return torch.autograd.grad(x, leaves, retain_graph=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("r", [blocks, rank_one, two_steps, taps, mixers.s4], ids=lambda r: r.name)
+def test_what_is_not_printed_runs_on_torch(r, on_kernels):
+    assert isinstance(convolve.program_of(r.spec), str)
+    inputs = sample(r, T=20, dtype=torch.float32)
+    expected = r(**{n: x.double() for n, x in inputs.items()}, form="recurrent")
+    assert (r(**inputs, form="convolution") - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_states_and_packed_sequences_still_agree(on_kernels):
+    for r in (complex_bank, mixers.lru):
+        inputs = drawn(r, B=1, T=40)
+        wide, steps = {n: x.double() for n, x in inputs.items()}, {"form": "recurrent"}
+        state = r(**wide, return_state=True, form="recurrent")[1]
+        bounds = torch.tensor([0, 7, 7, 40])
+        pairs = [
+            (
+                r(**inputs, form="convolution", initial_state=state.float()),
+                r(**wide, form="recurrent", initial_state=state),
+            ),
+            (r(**inputs, form="convolution", cu_seqlens=bounds), r(**wide, **steps, cu_seqlens=bounds)),
+            (r(**inputs, form="convolution", return_state=True)[1], state),
+            (r(**inputs, form="convolution", reverse=True), r(**wide, **steps, reverse=True)),
+        ]
+        for a, b in pairs:
+            assert (a - b).norm() <= 3e-6 * b.norm()
+
+
+def test_a_call_makes_few_launches():
+    """So that the host, which took most of the time, has little to do."""
+    sizes = {"B": 2, "T": 300, "H": 4, "N": 8, "N/2": 4, "P": 1}
+    shapes = {i.name: [sizes[a] for a in i.kind.layout()] for i in mixers.s4d.spec.inputs}
+    inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    forget()
+    with noted() as schedules, elsewhere():
+        torch.autograd.grad(mixers.s4d(*leaves, form="convolution").sum(), leaves)
+    forward, backward = schedules
+    assert len(forward.launches) <= 5 and len(forward.steps) <= 15
+    assert len(backward.launches) <= 5 and len(backward.steps) <= 20
+
+
+def test_the_test_s_recurrences_are_those_of_the_convolution_form():
+    assert all("convolution" in r.forms for r in (*PRINTED, *LINES))

@@ -1,0 +1,105 @@
+"""The long convolution as one operator, in Triton's interpreter, against its definition in float64."""
+
+import copy
+
+import pytest
+import torch
+from interpreted import interpreted
+
+import dsf
+from dsf import mixers
+from dsf.call import long
+from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
+from dsf.triton import long as on_gpu
+
+pytestmark = interpreted
+
+
+@pytest.fixture(autouse=True)
+def on_kernels(monkeypatch):
+    monkeypatch.setattr(long, "on_kernels", lambda x: x.dtype != torch.float64)
+
+
+def drawn(batch, tokens, heads, length, p, dtype=torch.float32):
+    """x, h, gate and D."""
+    x, gate = torch.randn(2, batch, tokens, heads, p).to(dtype)
+    return [x, torch.randn(heads, length, p), gate, torch.randn(heads, p)]
+
+
+def results(leaves, gated, skipped, form):
+    """y and the gradients of what is given."""
+    x, h, gate, D = leaves = [z.detach().requires_grad_() for z in leaves]
+    y = dsf.long_convolution(x, h, gate if gated else None, D if skipped else None, form=form)
+    used = [z for z, now in zip(leaves, (True, True, gated, skipped), strict=True) if now]
+    weights = torch.linspace(-1, 1, y.numel()).cos().bfloat16().to(y).view_as(y)
+    return [y, *torch.autograd.grad((y * weights).sum(), used)]
+
+
+@pytest.mark.parametrize("tokens, length", [(11, 11), (11, 4), (11, 30), (1, 3), (131, 131), (70, 1)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_it_is_the_sum_over_lags_with_all_gradients(tokens, length, gated, skipped, counting):
+    leaves = drawn(2, tokens, 3, length, 5)
+    calls = counting(on_gpu, "run")
+    got = results(leaves, gated, skipped, "auto")
+    assert calls[0]
+    for a, b in zip(got, results([z.double() for z in leaves], gated, skipped, "naive"), strict=True):
+        heads = [z.double().unbind(2 if z.dim() == 4 else 0) for z in (a, b)]
+        assert all((head - exact).norm() <= 2e-6 * exact.norm() for head, exact in zip(*heads, strict=True))
+    with torch.no_grad():
+        x, h, gate, D = leaves
+        assert torch.equal(dsf.long_convolution(x, h, gate if gated else None, D if skipped else None), got[0])
+
+
+def test_half_precisions_are_rounded_once():
+    leaves = drawn(1, 70, 2, 70, 3, torch.bfloat16)
+    got, expected = results(leaves, True, True, "auto"), results([z.double() for z in leaves], True, True, "naive")
+    assert [z.dtype for z in got[1:]] == [z.dtype for z in leaves] and got[0].dtype == torch.bfloat16
+    assert all((a - b).norm() <= 2.0**-8 * b.norm() for a, b in zip(got, expected, strict=True))
+
+
+def test_one_tensor_as_several_inputs_and_second_derivatives():
+    x, h, _, D = drawn(2, 20, 3, 20, 5)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [z.to(dtype).requires_grad_() for z in (x, h, D)]
+        y = dsf.long_convolution(leaves[0], leaves[1], leaves[0], leaves[2])
+        first = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
+        again = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        found.append([*first, *again, *torch.autograd.grad(sum(z.square().sum() for z in again), leaves)])
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(*found, strict=True))
+
+
+def test_inputs_of_any_strides_and_gradients_of_some():
+    x, h, gate, D = leaves = drawn(2, 20, 3, 25, 5)
+    expected = results([z.double() for z in leaves], True, True, "naive")[1:]
+    x, h = x.transpose(1, 3).contiguous().transpose(1, 3), h.mT.contiguous().mT
+    for place in range(4):
+        given = [z.detach().requires_grad_(place == i) for i, z in enumerate((x, h, gate, D))]
+        y = dsf.long_convolution(*given)
+        weights = torch.linspace(-1, 1, y.numel()).cos().bfloat16().to(y).view_as(y)
+        (slope,) = torch.autograd.grad((y * weights).sum(), [given[place]])
+        assert (slope - expected[place]).norm() <= 2e-6 * expected[place].norm()
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_hyena_runs_on_it_as_in_float64(order, counting):
+    layer, x = mixers.Hyena(8, 64, order=order), torch.randn(2, 50, 8)
+    wide = copy.deepcopy(layer).double()
+    calls = counting(on_gpu, "run")
+    y, _ = layer(x)
+    assert calls[0] == order - 1
+    exact, _ = wide(x.double())
+    assert (y - exact).norm() <= 1e-5 * exact.norm()
+    y.square().sum().backward()
+    exact.square().sum().backward()
+    for a, b in zip(layer.parameters(), wide.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-4 * b.grad.norm()
+
+
+def test_a_process_that_loads_a_graph_prints_what_it_names():
+    names = on_gpu.names()
+    kept = {name: CONVOLUTIONS.pop(name) for name in names}
+    on_gpu.program_of.cache_clear()
+    assert CONVOLUTIONS[names[-1]].functions is not None
+    assert {name: CONVOLUTIONS[name] for name in names} == kept
