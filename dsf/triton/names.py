@@ -31,11 +31,11 @@ def register_operators() -> None:
     Calls of a recurrence define them, too. A process that loads a graph (torch.export.load) before its first such call
     must call this first.
     """
-    from dsf.kernels.triton.chunk import operator
+    from dsf.kernels.triton.chunk import across_ops, operator
     from dsf.kernels.triton.pointwise import prologue_ops, step_ops
     from dsf.kernels.triton.scan import operator as scan_operator
 
-    assert operator and prologue_ops and step_ops and scan_operator
+    assert across_ops and operator and prologue_ops and step_ops and scan_operator
 
 
 def _print(kind: str, name: str) -> None:
