@@ -1,4 +1,4 @@
-"""Decays along the Value axis by chunks of the transposed state, in Triton's interpreter, against the float64 oracle."""
+"""Decays along the Value axis by chunks of the transposed state, in Triton's interpreter, beside the float64 oracle."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ import dsf
 from dsf import Key, Param, Scalar, System, Value, compose, exp, sigmoid, softplus
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.triton import across, choose
 
 pytestmark = interpreted
 CHUNK = 16
@@ -89,3 +90,111 @@ def test_decays_by_channel_equal_the_oracle(recurrence, tokens):
     state = state_of()
     found = outcome(recurrence, given, state, torch.float32, form="chunk", backend="triton")
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
+
+
+def test_chunks_are_asked_for_or_chosen_where_they_pay():
+    """Half precisions from 32 entries of both axes on; the scan walks other calls, and those that ask for it."""
+
+    def kernel(r=fading_channels, form="auto", dtype=torch.bfloat16, **sizes):
+        sizes = {"T": 100, "N": 64, "P": 64} | sizes
+        plan = r.plan(**sizes, dtype=dtype, form=form, device="cuda")
+        return "chunks" if "chunk walk" in plan.kernel and "transposed" in plan.kernel else plan.kernel
+
+    with choose.elsewhere():
+        assert (
+            kernel() == kernel(dtype=torch.float16) == kernel(N=32, P=256) == kernel(form="chunk", N=3, P=4) == "chunks"
+        )
+        assert kernel(form="chunk", dtype=torch.float32) == "chunks"
+        for other in ({"N": 16}, {"P": 16}, {"dtype": torch.float32}, {"form": "scan"}, {"form": "recurrent"}):
+            assert kernel(**other).startswith("fused scan"), other
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 3.0, 30.0])
+def test_decays_of_any_strength(scale):
+    """Chunks that one product holds, chunks beyond its range in some channels, and decays that leave nothing."""
+    given = sample(given_channels, tokens=37)
+    given["g"] = scale * 4 * given["g"] * torch.tensor([1.0, 0.01, 1.0, 0.0], dtype=torch.float64)
+    state = state_of()
+    found = outcome(given_channels, given, state, torch.float32, form="chunk", backend="triton")
+    assert_same(found, outcome(given_channels, given, state, torch.float64, form="naive"))
+
+
+def test_decays_that_are_zero():
+    """Gates that close for a token, or for all tokens of a channel."""
+    given = sample(fading_channels, tokens=37)
+    given["a"][:, 5::7] = -200.0
+    given["a"][:, :, 0, 1] = -1e4
+    found = outcome(fading_channels, given, None, torch.float32, form="chunk", backend="triton")
+    assert_same(found, outcome(fading_channels, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("recurrence", [given_channels, channels_in_steps], ids=lambda r: r.name)
+def test_packed_sequences_are_separate_sequences(recurrence, stateful):
+    """Of no token, of one, and of as many as a chunk has rows for, less one and more one."""
+    bounds = torch.tensor([0, 0, 1, 16, 16, 33, 41, 41])
+    given = sample(recurrence, batch=1, tokens=41)
+    state = state_of(len(bounds) - 1) if stateful else None
+    found = outcome(recurrence, given, state, torch.float32, form="chunk", backend="triton", cu_seqlens=bounds)
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive", cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments_of_t(monkeypatch, packed):
+    """Sequences that are walked in parallel parts, of more channels and keys than a block has."""
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: 3)
+    for axis, size in (("key", 36), ("value", 24)):
+        monkeypatch.setitem(mixer_inputs.SIZE, axis, size)
+    given = sample(given_channels, batch=1, tokens=90)
+    how = {"cu_seqlens": torch.tensor([0, 70, 71, 90])} if packed else {}
+    state = state_of(3 if packed else 1, 36, 24)
+    found = outcome(given_channels, given, state, torch.float32, form="chunk", backend="triton", **how)
+    assert_same(found, outcome(given_channels, given, state, torch.float64, form="naive", **how))
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_later_tokens_change_no_bit(scale):
+    """Of y, also where a chunk's decays leave float32's range only later."""
+    given = {n: x.float() for n, x in sample(given_channels, tokens=40).items()}
+    given["g"] = scale * given["g"]
+    y = given_channels(**given, form="chunk", backend="triton")
+    for cut in (5, 16, 27):
+        other = {n: x.clone() for n, x in given.items()}
+        for n in "qkvgso":
+            other[n][:, cut:] = sample(given_channels, tokens=40, seed=cut)[n][:, cut:].float()
+        other["g"][:, cut:] *= 40
+        changed = given_channels(**other, form="chunk", backend="triton")
+        assert torch.equal(changed[:, :cut], y[:, :cut]) and not torch.equal(changed[:, cut:], y[:, cut:])
+
+
+@pytest.mark.parametrize(("shift", "limit"), [(3.0, TIMES), (0.0, TIMES), (-2.0, 2.0)])
+def test_bfloat16_errs_about_as_one_rounding(monkeypatch, shift, limit):
+    """With gates as trained models have them, that halve the state, and that leave little of it: dq and dk then consist
+    of few products, each of which the kernels round."""
+    for axis in ("key", "value"):
+        monkeypatch.setitem(mixer_inputs.SIZE, axis, 64)
+    given = sample(fading_channels, batch=1, tokens=128)
+    given["a"] = given["a"] + shift
+    times = ratios(fading_channels, {name: x.bfloat16() for name, x in given.items()})
+    assert max(times.values()) < limit and times["y"] < 1.05, times
+
+
+CASES = {
+    "one tensor as two inputs, third calls": Case(tokens=35, batch=2, heads=2, n=33, p=40, dtype="bfloat16", calls=3,
+                                                  initial=True, alias=("k", "q"), alias_calls=(1, 3)),
+    "bfloat16, strides, one token": Case(tokens=1, heads=3, n=36, p=40, dtype="bfloat16", initial=True,
+                                         layouts={"dy": "expanded-tokens", "k": "late", "v": "transposed"}),
+    "float16, shared heads, reversed": Case(tokens=19, heads=2, n=48, p=32, dtype="float16",
+                                            groups={"k": 1, "v": 1, "q": 1}, reverse=True, lengths=(9, 0, 10)),
+    "few channels, no gradient of the output": Case(tokens=23, heads=2, n=40, p=5, dtype="bfloat16", loss="state"),
+    "few keys, more channels than a block": Case(tokens=23, batch=2, n=2, p=100, dtype="float32",
+                                                 layouts={"q": "late"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("recurrence", [fading_channels, twice_written], ids=lambda r: r.name)
+def test_calls_of_every_kind(recurrence, case, monkeypatch):
+    monkeypatch.setattr(across, "pays", lambda sizes, dtype: True)
+    verdict = attempt(recurrence, case)
+    assert verdict.status == "right", str(verdict)
