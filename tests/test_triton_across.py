@@ -6,52 +6,17 @@ import mixer_inputs
 import pytest
 import torch
 from interpreted import interpreted
+from matrix_family import ACROSS, channels_in_steps, fading_channels, given_channels, twice_written
 from mixer_inputs import sample
 from test_triton_rounding import TIMES, ratios
 from test_triton_sums import blocks, outcome
 
-import dsf
-from dsf import Key, Param, Scalar, System, Value, compose, exp, sigmoid, softplus
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.triton import across, choose
 
 pytestmark = interpreted
 CHUNK = 16
-
-
-@dsf.recurrence
-def fading_channels(q: Key, k: Key, v: Value, a: Value) -> System:
-    """One decay a channel."""
-    return System(A=sigmoid(a), B=k * v, C=q)
-
-
-@dsf.recurrence
-def given_channels(q: Key, k: Key, v: Value, g: Value, s: Scalar, o: Value, d: Param[Value]) -> System:
-    """Given logarithms, a strength of either sign, gated channels and a skip."""
-    return System(A=exp(g), B=k * (s * v), C=q * sigmoid(o), D=d * v)
-
-
-@dsf.recurrence
-def late_channels(q: Key, k: Key, v: Value, a: Value, w: Param[Key]) -> System:
-    """A read before the update, with computed keys and readouts, under decays without bound."""
-    return System(A=exp(-softplus(a)), B=sigmoid(k) * v, C=w * q, read="before")
-
-
-@dsf.recurrence
-def twice_written(q: Key, k: Key, l: Key, v: Value, x: Value, a: Value) -> System:
-    """Two products in B: micro-steps of the kernels."""
-    return System(A=sigmoid(a), B=k * v + l * x, C=q)
-
-
-@dsf.recurrence
-def channels_in_steps(q: Key, k: Key, v: Value, a: Value, b: Scalar) -> System:
-    """Two micro-steps, a decay by channel and one of all, read before the update; a readout of two gated parts."""
-    first = System(A=sigmoid(a) * sigmoid(b), B=k * v)
-    return compose(first, System(A=sigmoid(b), B=q * v, C=q + sigmoid(a) * k, read="before"))
-
-
-ALL = [fading_channels, given_channels, late_channels, twice_written, channels_in_steps]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +49,7 @@ def state_of(rows=2, n=3, p=4):
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
-@pytest.mark.parametrize("recurrence", ALL, ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", ACROSS, ids=lambda r: r.name)
 def test_decays_by_channel_equal_the_oracle(recurrence, tokens):
     given = sample(recurrence, tokens=tokens)
     state = state_of()
