@@ -144,8 +144,8 @@ def _read_by_chunks(
     chunk.check_packed(of, bounds)
     if p < chunk.FEWEST and q.dtype.itemsize == 2:
         q, operands = q.float(), [x.float() for x in operands]
-    found: tuple[Tensor, Tensor] = across_mixer(operands, q, start, name, bounds)
-    return found
+    y, final, _ = across_mixer(operands, q, start, name, False, bounds)
+    return y, final
 
 
 class Across(torch.autograd.Function):

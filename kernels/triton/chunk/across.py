@@ -60,31 +60,39 @@ class Across(Keyed):
 
 
 @triton.jit
-def prepare_across(k, g, running, writes, rest, table, sizes, C: tl.constexpr):
-    """Log decays -> G; and keys decayed to the end of their chunk, with TERMS 2 also what their rounding leaves."""
-    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
-    chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
+def prepare_across(k, g, running, first_levels, writes, rest, table, sizes, C: tl.constexpr):
+    """Log decays -> G; keys decayed to the end of their chunk, with TERMS 2 also what their rounding leaves.
+
+    first_levels [B·H, chunks]: the highest level for chunks in whose gradients all rows meet in one product, else 0.
+    """
+    chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // sizes.heads, lane % sizes.heads
     k, g = of_head(k, batch, head), of_head(g, batch, head)
-    local, keys = tl.arange(0, C.L), tl.program_id(0) % BLOCKS * C.BK + tl.arange(0, C.BK)
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
+    local, far = tl.arange(0, C.L), tl.zeros([C.L], tl.float32)
     begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
     here = (lane * sizes.length + chunk * C.L) * C.N
-    running += here
-    log = load_rows(g.at, g.token, begin + local, end, keys, C.N, C.BK, tl.float32)
-    rows_k = load_rows(k.at, k.token, begin + local, end, keys, C.N, C.BK, tl.float32)
-    own, more = running_sums(tl.maximum(log, LOG_TINY), 0, C.FINE)
-    store_chunk(running, own, local, keys, C.N, C.BK)
-    plane = lane * 0 + sizes.plane
-    if C.FINE:
-        store_chunk(running + plane * C.N, more, local, keys, C.N, C.BK)
-    tl.debug_barrier()  # the last row is read again, by other threads
-    left = load_row(running, C.L - 1, keys, C.N)[None, :] - own
-    if C.FINE:
-        left += load_row(running + plane * C.N, C.L - 1, keys, C.N)[None, :] - more
-    written = rows_k * tl.exp2(left)
-    store_chunk(writes + here, written, local, keys, C.N, C.BK)
-    if C.TERMS == 2:
-        store_chunk(rest + here, written - written.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
+    at = running_of(running, chunk, lane, sizes, C)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        keys = block * C.BK + tl.arange(0, C.BK)
+        log = load_rows(g.at, g.token, begin + local, end, keys, C.N, C.BK, tl.float32)
+        rows_k = load_rows(k.at, k.token, begin + local, end, keys, C.N, C.BK, tl.float32)
+        own, more = running_sums(tl.maximum(log, LOG_TINY), 0, C.FINE)
+        store_chunk(at.at, own, local, keys, C.N, C.BK)
+        if C.FINE:
+            store_chunk(at.rest, more, local, keys, C.N, C.BK)
+        tl.debug_barrier()  # two rows are read again, by other threads
+        last, middle = load_row(at.at, C.L - 1, keys, C.N), load_row(at.at, C.L // 2 - 1, keys, C.N)
+        far = tl.maximum(far, tl.max(tl.abs(own - middle[None, :]), axis=1))
+        left = last[None, :] - own
+        if C.FINE:
+            left += load_row(at.rest, C.L - 1, keys, C.N)[None, :] - more
+        written = rows_k * tl.exp2(left)
+        store_chunk(writes + here, written, local, keys, C.N, C.BK)
+        if C.TERMS == 2:
+            store_chunk(rest + here, written - written.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
+    once = tl.max(far, axis=0) <= REACH
+    tl.store(first_levels + lane * (sizes.length // C.L) + chunk, tl.where(once, C.LEVELS - 1, 0))
 
 
 @triton.jit
@@ -94,7 +102,7 @@ def read_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.conste
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     local, keys = tl.arange(0, C.L), tl.program_id(0) % BLOCKS * C.BK + tl.arange(0, C.BK)
     begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
-    at = _running_of(running, chunk, lane, sizes, C)
+    at = running_of(running, chunk, lane, sizes, C)
     read, pairs = _products(x, v, scalars, states, table, chunk, begin, end, lane, keys, sizes, C)
     own = load_chunk(at.at, local, keys, C.N, C.BK)
     more = load_chunk(at.rest, local, keys, C.N, C.BK) if C.FINE else own
@@ -116,7 +124,7 @@ def read_far_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.co
     first, meet = tl.program_id(0) // BLOCKS * GROUP, meeting(local, 0)
     y += (lane // sizes.heads * sizes.tokens * sizes.heads + lane % sizes.heads) * C.N
     for chunk in tl.range(first, tl.minimum(first + GROUP, sizes.length // C.L), num_stages=1):
-        at = _running_of(running, chunk, lane, sizes, C)
+        at = running_of(running, chunk, lane, sizes, C)
         if tl.min(load_row(at.at, C.L - 1, keys, C.N), axis=0) < -REACH:
             begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
             out, pairs = _products(x, v, scalars, states, table, chunk, begin, end, lane, keys, sizes, C)
@@ -137,7 +145,7 @@ def read_far_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.co
 
 
 @triton.jit
-def _running_of(running, chunk, lane, sizes, C: tl.constexpr):
+def running_of(running, chunk, lane, sizes, C: tl.constexpr):
     """G of a chunk."""
     running += (lane * sizes.length + chunk * C.L) * C.N
     return Running(running, running + (lane * 0 + sizes.plane) * C.N)

@@ -1,0 +1,153 @@
+"""Gradients of a chunk whose state is transposed (across.py): of readouts and values, and what key_gradient needs.
+
+With the letters of across.py, Z the first state of a chunk and F the gradient of its last one, and with the scores
+D_ij = Σ_n dy_in k_jn exp(G_i - G_j) of earlier rows j < i and D_ii = dy_i·k_i:
+
+    dx_i = Z'(exp(G_i) ∘ dy_i) + Σ_{j ≤ i} D_ij v_j        dv_j = F'(exp(G_L - G_j) ∘ k_j) + Σ_{i ≥ j} D_ij x_i
+
+The gradients of keys and decays are those of o_t = Z_tᵀ Q_t for Q = dy with x as the gradient of o: key_gradient
+computes them from x_i·v_j, which is stored here. Rows meet as there, in one product or by blocks. D and its transpose
+are products of their own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.chunk.across import running_of
+from dsf.kernels.triton.chunk.keywise import (
+    GROUP,
+    factors,
+    from_row,
+    load_chunk,
+    load_row,
+    meeting,
+    power,
+    rounded,
+    store_chunk,
+)
+from dsf.kernels.triton.chunk.tiles import SOURCE, load_rows, product, split, store_rows
+from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
+from dsf.kernels.triton.structs import of_head
+
+
+@triton.jit
+def prepare_reads(q, running, reads, rest, table, sizes, C: tl.constexpr):
+    """Queries decayed from the start of their chunk, with TERMS 2 also what their rounding leaves."""
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
+    chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
+    local, keys = tl.arange(0, C.L), tl.program_id(0) % BLOCKS * C.BK + tl.arange(0, C.BK)
+    q = of_head(q, lane // sizes.heads, lane % sizes.heads)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
+    at, here = running_of(running, chunk, lane, sizes, C), (lane * sizes.length + chunk * C.L) * C.N
+    own = load_chunk(at.at, local, keys, C.N, C.BK)
+    more = load_chunk(at.rest, local, keys, C.N, C.BK) if C.FINE else own
+    rows = load_rows(q.at, q.token, begin + local, end, keys, C.N, C.BK, tl.float32) * power(own, more, C.FINE)
+    store_chunk(reads + here, rows, local, keys, C.N, C.BK)
+    if C.TERMS == 2:
+        store_chunk(rest + here, rows - rows.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
+
+
+@triton.jit(do_not_specialize=["base", "count"])
+def across_gradient(x, k, v, dy, scalars, made, adjoints, dx, to, table, sizes, base, count, C: tl.constexpr):
+    """dx and dv of a slice of P, and key_gradient's `pairs` and `alone`; of `count` chunks from `base` on.
+
+    ONCE: of the chunks in which all rows meet in one product, one a program; otherwise of the others, in GROUP chunks.
+    """
+    lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    first_levels = made.first_levels + lane * (sizes.length // C.L)
+    if C.ONCE:
+        chunk = tl.program_id(0) + base
+        if tl.load(first_levels + chunk) == C.LEVELS - 1:
+            _of_chunk(x, k, v, dy, scalars, made, adjoints, dx, to, chunk, lane, piece, table, sizes, base, count, C)
+    else:
+        low = tl.program_id(0) * GROUP
+        for chunk in tl.range(low + base, base + tl.minimum(low + GROUP, count), num_stages=1):
+            if tl.load(first_levels + chunk) < C.LEVELS - 1:
+                _of_chunk(
+                    x, k, v, dy, scalars, made, adjoints, dx, to, chunk, lane, piece, table, sizes, base, count, C
+                )  # fmt: skip
+
+
+@triton.jit
+def _of_chunk(
+    x, k, v, dy, scalars, made, adjoints, dx, to, chunk, lane, piece, table, sizes, base, count, C: tl.constexpr
+):  # fmt: skip
+    """What across_gradient computes of one chunk."""
+    heads: tl.constexpr = sizes.heads
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
+    batch, head = lane // heads, lane % heads
+    x, k = of_head(x, batch, head), of_head(k, batch, head)
+    v, dy = of_head(v, batch, head), of_head(dy, batch, head)
+    local, columns = tl.arange(0, C.L), piece * C.BP + tl.arange(0, C.BP)
+    begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
+    rows, flat = begin + local, batch * sizes.tokens * heads + head
+    slot = slot_to_read(table, chunk, begin, end, base)
+    states = made.states + (lane * (sizes.length // C.L) + slot) * C.N * C.P
+    adjoints += (lane * count + slot - base) * C.N * C.P
+    part = flat + piece * tl.num_programs(1).to(tl.int64) * sizes.tokens
+    earlier = local[:, None] > local[None, :]
+    rows_x = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
+    rows_v = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND)
+    alone = tl.sum(rows_x.to(tl.float32) * rows_v.to(tl.float32), axis=1)
+    tl.store(to.alone + part + rows.to(tl.int64) * heads, alone, mask=rows < end)
+    pairs = tl.where(earlier, tl.dot(rows_x, tl.trans(rows_v), input_precision=C.PRECISION), 0.0)
+    pairs = rounded(pairs, C.BETWEEN, C.PRECISION)
+    store_rows(to.pairs + part * C.PITCH, heads * C.PITCH, rows, end, local, C.L, C.L, pairs)
+    at = running_of(made.running, chunk, lane, sizes, C)
+    first = tl.load(made.first_levels + lane * (sizes.length // C.L) + chunk)
+    scores, turned = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L, C.L], tl.float32)
+    of_x, of_v = tl.zeros([C.L, C.BP], tl.float32), tl.zeros([C.L, C.BP], tl.float32)
+    same = tl.zeros([C.L], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        keys = block * C.BK + tl.arange(0, C.BK)
+        given = load_rows(dy.at, dy.token, rows, end, keys, C.N, C.BK, tl.float32)
+        rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
+        same += tl.sum(given * rows_k, axis=1)
+        own, last = load_chunk(at.at, local, keys, C.N, C.BK), load_row(at.at, C.L - 1, keys, C.N)
+        more, left = own, last[None, :] - own
+        if C.FINE:
+            more = load_chunk(at.rest, local, keys, C.N, C.BK)
+            left += load_row(at.rest, C.L - 1, keys, C.N)[None, :] - more
+        read, written = (given * power(own, more, C.FINE)).to(C.KIND), (rows_k * tl.exp2(left)).to(C.KIND)
+        of_x = product((read, read), _state(states, keys, columns, C), 1, C.TERMS, C.PRECISION, of_x)
+        of_v = product((written, written), _state(adjoints, keys, columns, C), 1, C.TERMS, C.PRECISION, of_v)
+        if C.ONCE:
+            gap = from_row(at, C.L // 2 - 1, local, keys, C.N, C.BK, C.FINE)
+            reader = rounded(given * tl.exp2(gap), C.BETWEEN, C.PRECISION)
+            source = rounded(rows_k * tl.exp2(-gap), C.BETWEEN, C.PRECISION)
+            scores = tl.dot(reader, tl.trans(source), scores, input_precision=C.PRECISION)
+            turned = tl.dot(source, tl.trans(reader), turned, input_precision=C.PRECISION)
+        else:
+            meet = meeting(local, first)
+            for level in tl.range(first, C.LEVELS, num_stages=1):
+                reader, source = factors(at, local, keys, level, C.N, C.BK, C.FINE)
+                reader = rounded(given * reader, C.BETWEEN, C.PRECISION)
+                source = rounded(rows_k * source, C.BETWEEN, C.PRECISION)
+                met = (meet >> level) == 1
+                scores += tl.where(met, tl.dot(reader, tl.trans(source), input_precision=C.PRECISION), 0.0)
+                turned += tl.where(met, tl.dot(source, tl.trans(reader), input_precision=C.PRECISION), 0.0)
+    scores = tl.where(earlier, scores, 0.0)
+    turned = tl.where(local[:, None] < local[None, :], turned, 0.0)
+    scale = tl.full([C.L], 1.0, tl.float32)
+    if C.SCALED:
+        behind = lane * sizes.length + (chunk * C.L - begin)  # rows of slots less rows of tokens
+        scale = tl.load(scalars + behind + SOURCE * sizes.plane + rows)
+        scores *= scale[None, :]
+    rows_v = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.BETWEEN)
+    of_x = tl.dot(rounded(scores, C.BETWEEN, C.PRECISION), rows_v, of_x, input_precision=C.PRECISION)
+    of_x += (same * scale)[:, None] * rows_v.to(tl.float32)
+    store_rows(dx + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, of_x)
+    rows_x = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.BETWEEN)
+    of_v = tl.dot(rounded(turned, C.BETWEEN, C.PRECISION), rows_x, of_v, input_precision=C.PRECISION)
+    of_v = (of_v + same[:, None] * rows_x.to(tl.float32)) * scale[:, None]
+    store_rows(to.dv + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, of_v)
+
+
+@triton.jit
+def _state(states, keys, columns, C: tl.constexpr):
+    """A tile of a state [BK, BP], in terms."""
+    inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
+    found = tl.load(states + keys[:, None] * C.P + columns[None, :], mask=inside, other=0.0)
+    return split(found.to(tl.float32), C.TERMS, C.KIND)
