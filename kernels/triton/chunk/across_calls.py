@@ -63,7 +63,7 @@ class _Call(matrix._Call):
         for once in (True, False):
             programs = found.chunks if once else -(-found.chunks // GROUP.value)
             launch(
-                across_gradient, (programs, self.lanes, pieces),
+                across_gradient, (2 * programs, self.lanes, pieces),
                 self.struct(x), k, v, q, self.scalars, self.made, found.states, dx, *rest,
                 C=replace(keyed, ONCE=once), num_warps=4 if t.gradient_piece <= 64 else 8, num_stages=2,
             )  # fmt: skip

@@ -21,7 +21,6 @@ from dsf.kernels.triton.chunk.keywise import (
     factors,
     from_row,
     load_chunk,
-    load_row,
     meeting,
     power,
     rounded,
@@ -51,32 +50,35 @@ def prepare_reads(q, running, reads, rest, table, sizes, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["base", "count"])
 def across_gradient(x, k, v, dy, scalars, made, adjoints, dx, to, table, sizes, base, count, C: tl.constexpr):
-    """dx and dv of a slice of P, and key_gradient's `pairs` and `alone`; of `count` chunks from `base` on.
+    """dx and dv of a slice of P, in a program each, and with dx key_gradient's `pairs` and `alone`; of `count` chunks
+    from `base` on.
 
-    ONCE: of the chunks in which all rows meet in one product, one a program; otherwise of the others, in GROUP chunks.
+    ONCE: of the chunks in which all rows meet in one product; otherwise of the others, in GROUP chunks.
     """
-    lane, piece = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    reads, lane, piece = tl.program_id(0) % 2 == 0, tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_levels = made.first_levels + lane * (sizes.length // C.L)
     if C.ONCE:
-        chunk = tl.program_id(0) + base
+        chunk = tl.program_id(0) // 2 + base
         if tl.load(first_levels + chunk) == C.LEVELS - 1:
-            _of_chunk(x, k, v, dy, scalars, made, adjoints, dx, to, chunk, lane, piece, table, sizes, base, count, C)
+            _of_chunk(
+                x, k, v, dy, scalars, made, adjoints, dx, to, reads, chunk, lane, piece, table, sizes, base, count, C
+            )  # fmt: skip
     else:
-        low = tl.program_id(0) * GROUP
+        low = tl.program_id(0) // 2 * GROUP
         for chunk in tl.range(low + base, base + tl.minimum(low + GROUP, count), num_stages=1):
             if tl.load(first_levels + chunk) < C.LEVELS - 1:
                 _of_chunk(
-                    x, k, v, dy, scalars, made, adjoints, dx, to, chunk, lane, piece, table, sizes, base, count, C
+                    x, k, v, dy, scalars, made, adjoints, dx, to, reads, chunk, lane, piece, table, sizes, base, count,
+                    C,
                 )  # fmt: skip
 
 
 @triton.jit
 def _of_chunk(
-    x, k, v, dy, scalars, made, adjoints, dx, to, chunk, lane, piece, table, sizes, base, count, C: tl.constexpr
+    x, k, v, dy, scalars, made, adjoints, dx, to, reads, chunk, lane, piece, table, sizes, base, count, C: tl.constexpr
 ):  # fmt: skip
     """What across_gradient computes of one chunk."""
     heads: tl.constexpr = sizes.heads
-    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     batch, head = lane // heads, lane % heads
     x, k = of_head(x, batch, head), of_head(k, batch, head)
     v, dy = of_head(v, batch, head), of_head(dy, batch, head)
@@ -84,70 +86,78 @@ def _of_chunk(
     begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
     rows, flat = begin + local, batch * sizes.tokens * heads + head
     slot = slot_to_read(table, chunk, begin, end, base)
-    states = made.states + (lane * (sizes.length // C.L) + slot) * C.N * C.P
-    adjoints += (lane * count + slot - base) * C.N * C.P
-    part = flat + piece * tl.num_programs(1).to(tl.int64) * sizes.tokens
-    earlier = local[:, None] > local[None, :]
-    rows_x = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
-    rows_v = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND)
-    alone = tl.sum(rows_x.to(tl.float32) * rows_v.to(tl.float32), axis=1)
-    tl.store(to.alone + part + rows.to(tl.int64) * heads, alone, mask=rows < end)
-    pairs = tl.where(earlier, tl.dot(rows_x, tl.trans(rows_v), input_precision=C.PRECISION), 0.0)
-    pairs = rounded(pairs, C.BETWEEN, C.PRECISION)
-    store_rows(to.pairs + part * C.PITCH, heads * C.PITCH, rows, end, local, C.L, C.L, pairs)
     at = running_of(made.running, chunk, lane, sizes, C)
     first = tl.load(made.first_levels + lane * (sizes.length // C.L) + chunk)
-    scores, turned = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L, C.L], tl.float32)
-    of_x, of_v = tl.zeros([C.L, C.BP], tl.float32), tl.zeros([C.L, C.BP], tl.float32)
-    same = tl.zeros([C.L], tl.float32)
+    scale = tl.full([C.L], 1.0, tl.float32)
+    if C.SCALED:
+        behind = lane * sizes.length + (chunk * C.L - begin)  # rows of slots less rows of tokens
+        scale = tl.load(scalars + behind + SOURCE * sizes.plane + rows)
+    if reads:
+        part = flat + piece * tl.num_programs(1).to(tl.int64) * sizes.tokens
+        rows_x = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
+        rows_v = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND)
+        alone = tl.sum(rows_x.to(tl.float32) * rows_v.to(tl.float32), axis=1)
+        tl.store(to.alone + part + rows.to(tl.int64) * heads, alone, mask=rows < end)
+        pairs = tl.dot(rows_x, tl.trans(rows_v), input_precision=C.PRECISION)
+        pairs = rounded(tl.where(local[:, None] > local[None, :], pairs, 0.0), C.BETWEEN, C.PRECISION)
+        store_rows(to.pairs + part * C.PITCH, heads * C.PITCH, rows, end, local, C.L, C.L, pairs)
+        states = made.states + (lane * (sizes.length // C.L) + slot) * C.N * C.P
+        found = _summed(k, dy, v, states, at, first, scale, rows, end, columns, local, True, C)
+        store_rows(dx + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, found)
+    else:
+        states = adjoints + (lane * count + slot - base) * C.N * C.P
+        found = _summed(k, dy, x, states, at, first, scale, rows, end, columns, local, False, C)
+        store_rows(to.dv + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, found)
+
+
+@triton.jit
+def _summed(
+    k, dy, other, states, at, first, scale, rows, end, columns, local, READS: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """dx (READS) or dv of a chunk [L, BP]: products with a state, and of D with the rows `other`."""
+    BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
+    scores, same = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L], tl.float32)
+    out = tl.zeros([C.L, C.BP], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         keys = block * C.BK + tl.arange(0, C.BK)
         given = load_rows(dy.at, dy.token, rows, end, keys, C.N, C.BK, tl.float32)
         rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
         same += tl.sum(given * rows_k, axis=1)
-        own, last = load_chunk(at.at, local, keys, C.N, C.BK), load_row(at.at, C.L - 1, keys, C.N)
-        more, left = own, last[None, :] - own
-        if C.FINE:
-            more = load_chunk(at.rest, local, keys, C.N, C.BK)
-            left += load_row(at.rest, C.L - 1, keys, C.N)[None, :] - more
-        read, written = (given * power(own, more, C.FINE)).to(C.KIND), (rows_k * tl.exp2(left)).to(C.KIND)
-        of_x = product((read, read), _state(states, keys, columns, C), 1, C.TERMS, C.PRECISION, of_x)
-        of_v = product((written, written), _state(adjoints, keys, columns, C), 1, C.TERMS, C.PRECISION, of_v)
+        if READS:
+            own = load_chunk(at.at, local, keys, C.N, C.BK)
+            more = load_chunk(at.rest, local, keys, C.N, C.BK) if C.FINE else own
+            mine = given * power(own, more, C.FINE)
+        else:
+            mine = rows_k * tl.exp2(-from_row(at, C.L - 1, local, keys, C.N, C.BK, C.FINE))
+        mine = mine.to(C.KIND)
+        inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
+        state = tl.load(states + keys[:, None] * C.P + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        out = product((mine, mine), split(state, C.TERMS, C.KIND), 1, C.TERMS, C.PRECISION, out)
         if C.ONCE:
             gap = from_row(at, C.L // 2 - 1, local, keys, C.N, C.BK, C.FINE)
-            reader = rounded(given * tl.exp2(gap), C.BETWEEN, C.PRECISION)
-            source = rounded(rows_k * tl.exp2(-gap), C.BETWEEN, C.PRECISION)
-            scores = tl.dot(reader, tl.trans(source), scores, input_precision=C.PRECISION)
-            turned = tl.dot(source, tl.trans(reader), turned, input_precision=C.PRECISION)
+            scores = _products(given * tl.exp2(gap), rows_k * tl.exp2(-gap), scores, READS, C)
         else:
             meet = meeting(local, first)
             for level in tl.range(first, C.LEVELS, num_stages=1):
-                reader, source = factors(at, local, keys, level, C.N, C.BK, C.FINE)
-                reader = rounded(given * reader, C.BETWEEN, C.PRECISION)
-                source = rounded(rows_k * source, C.BETWEEN, C.PRECISION)
-                met = (meet >> level) == 1
-                scores += tl.where(met, tl.dot(reader, tl.trans(source), input_precision=C.PRECISION), 0.0)
-                turned += tl.where(met, tl.dot(source, tl.trans(reader), input_precision=C.PRECISION), 0.0)
-    scores = tl.where(earlier, scores, 0.0)
-    turned = tl.where(local[:, None] < local[None, :], turned, 0.0)
-    scale = tl.full([C.L], 1.0, tl.float32)
-    if C.SCALED:
-        behind = lane * sizes.length + (chunk * C.L - begin)  # rows of slots less rows of tokens
-        scale = tl.load(scalars + behind + SOURCE * sizes.plane + rows)
-        scores *= scale[None, :]
-    rows_v = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.BETWEEN)
-    of_x = tl.dot(rounded(scores, C.BETWEEN, C.PRECISION), rows_v, of_x, input_precision=C.PRECISION)
-    of_x += (same * scale)[:, None] * rows_v.to(tl.float32)
-    store_rows(dx + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, of_x)
-    rows_x = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.BETWEEN)
-    of_v = tl.dot(rounded(turned, C.BETWEEN, C.PRECISION), rows_x, of_v, input_precision=C.PRECISION)
-    of_v = (of_v + same[:, None] * rows_x.to(tl.float32)) * scale[:, None]
-    store_rows(to.dv + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, of_v)
+                reader, writer = factors(at, local, keys, level, C.N, C.BK, C.FINE)
+                found = _products(given * reader, rows_k * writer, None, READS, C)
+                scores += tl.where((meet >> level) == 1, found, 0.0)
+    if READS:
+        scores = tl.where(local[:, None] > local[None, :], scores, 0.0) * scale[None, :]
+        same *= scale
+    else:
+        scores = tl.where(local[:, None] < local[None, :], scores, 0.0)
+    rows_o = load_rows(other.at, other.token, rows, end, columns, C.P, C.BP, C.BETWEEN)
+    out = tl.dot(rounded(scores, C.BETWEEN, C.PRECISION), rows_o, out, input_precision=C.PRECISION)
+    out += same[:, None] * rows_o.to(tl.float32)
+    return out if READS else out * scale[:, None]
 
 
 @triton.jit
-def _state(states, keys, columns, C: tl.constexpr):
-    """A tile of a state [BK, BP], in terms."""
-    inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
-    found = tl.load(states + keys[:, None] * C.P + columns[None, :], mask=inside, other=0.0)
-    return split(found.to(tl.float32), C.TERMS, C.KIND)
+def _products(reader, source, out, READS: tl.constexpr, C: tl.constexpr):
+    """out + D (READS) or its transpose, from rows with their decays."""
+    reader, source = rounded(reader, C.BETWEEN, C.PRECISION), rounded(source, C.BETWEEN, C.PRECISION)
+    if READS:
+        return tl.dot(reader, tl.trans(source), out, input_precision=C.PRECISION)
+    else:
+        return tl.dot(source, tl.trans(reader), out, input_precision=C.PRECISION)
