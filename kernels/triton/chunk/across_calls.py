@@ -10,14 +10,16 @@ from torch import Tensor
 
 from dsf.kernels.triton.chunk import matrix
 from dsf.kernels.triton.chunk.across import Across, prepare_across, read_across, read_far_across
-from dsf.kernels.triton.chunk.across_gradient import across_gradient, prepare_reads
+from dsf.kernels.triton.chunk.across_gradient import AcrossGradient, across_gradient, prepare_reads
 from dsf.kernels.triton.chunk.call import ChunkCall
-from dsf.kernels.triton.chunk.key_gradient import Gradients, KeyGradient, key_gradient
+from dsf.kernels.triton.chunk.key_gradient import Gradients, key_gradient
 from dsf.kernels.triton.chunk.key_rows import key_scalars
 from dsf.kernels.triton.chunk.keywise import GROUP, KeyRows
 from dsf.kernels.triton.chunk.row_gradients import sum_pieces
 from dsf.kernels.triton.chunk.walks import NONE, Adjoints, forward, reverse
 from dsf.kernels.triton.launch import launch
+
+WIDTH = 64  # entries of P that a program of dx and dv handles: two accumulators of 64 rows fit its registers
 
 
 class _Call(matrix._Call):
@@ -54,25 +56,27 @@ class _Call(matrix._Call):
         """Fill dx and `to` for the chunks in `found`. wanted: the gradients of write strengths."""
         assert self.made is not None
         t, pieces = self.tiles, to.pairs.shape[0]
-        keyed = KeyGradient(
-            **self.common, BK=self.key_block, LEVELS=self.levels, TERMS=self.terms.keys, BP=t.gradient_piece,
-            SOURCE_WANTED=wanted,
+        width = min(WIDTH, t.gradient_piece)
+        keyed = AcrossGradient(
+            **self.common, BK=self.key_block, LEVELS=self.levels, TERMS=self.terms.keys, BP=width,
+            SOURCE_WANTED=wanted, PIECES=t.gradient_piece // width,
         )  # fmt: skip
         rest = to, self.chunk_table, self.measures, found.base, found.chunks
         q, k, v = (self.struct(rows) for rows in (self.q, self.k, self.v))
         for once in (True, False):
             programs = found.chunks if once else -(-found.chunks // GROUP.value)
             launch(
-                across_gradient, (2 * programs, self.lanes, pieces),
+                across_gradient, (2 * programs, self.lanes, -(-self.p // width)),
                 self.struct(x), k, v, q, self.scalars, self.made, found.states, dx, *rest,
-                C=replace(keyed, ONCE=once), num_warps=4 if t.gradient_piece <= 64 else 8, num_stages=2,
+                C=replace(keyed, ONCE=once), num_warps=4, num_stages=2,
             )  # fmt: skip
+        whole = replace(keyed, BP=t.gradient_piece, PIECES=1)
         for once in (True, False):
             programs = found.chunks if once else -(-found.chunks // GROUP.value)
             launch(
                 key_gradient, (programs * self.blocks, self.lanes, pieces),
                 q, k, v, x, self.scalars, self.made, found.entries, found.states, *rest,
-                C=replace(keyed, ONCE=once), num_warps=t.gradient_warps, num_stages=2,
+                C=replace(whole, ONCE=once), num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
 
 

@@ -12,10 +12,13 @@ are products of their own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.across import running_of
+from dsf.kernels.triton.chunk.key_gradient import KeyGradient
 from dsf.kernels.triton.chunk.keywise import (
     GROUP,
     factors,
@@ -29,6 +32,13 @@ from dsf.kernels.triton.chunk.keywise import (
 from dsf.kernels.triton.chunk.tiles import SOURCE, load_rows, product, split, store_rows
 from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import of_head
+
+
+@dataclass(frozen=True, repr=False)
+class AcrossGradient(KeyGradient):
+    """PIECES: slices of P, of BP entries, in one of key_gradient's."""
+
+    PIECES: int = 1
 
 
 @triton.jit
@@ -93,14 +103,9 @@ def _of_chunk(
         behind = lane * sizes.length + (chunk * C.L - begin)  # rows of slots less rows of tokens
         scale = tl.load(scalars + behind + SOURCE * sizes.plane + rows)
     if reads:
-        part = flat + piece * tl.num_programs(1).to(tl.int64) * sizes.tokens
-        rows_x = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
-        rows_v = load_rows(v.at, v.token, rows, end, columns, C.P, C.BP, C.KIND)
-        alone = tl.sum(rows_x.to(tl.float32) * rows_v.to(tl.float32), axis=1)
-        tl.store(to.alone + part + rows.to(tl.int64) * heads, alone, mask=rows < end)
-        pairs = tl.dot(rows_x, tl.trans(rows_v), input_precision=C.PRECISION)
-        pairs = rounded(tl.where(local[:, None] > local[None, :], pairs, 0.0), C.BETWEEN, C.PRECISION)
-        store_rows(to.pairs + part * C.PITCH, heads * C.PITCH, rows, end, local, C.L, C.L, pairs)
+        if piece % C.PIECES == 0:
+            part = flat + piece // C.PIECES * tl.num_programs(1).to(tl.int64) * sizes.tokens
+            _pairs(x, v, to.pairs + part * C.PITCH, to.alone + part, rows, end, columns, local, heads, C)
         states = made.states + (lane * (sizes.length // C.L) + slot) * C.N * C.P
         found = _summed(k, dy, v, states, at, first, scale, rows, end, columns, local, True, C)
         store_rows(dx + flat * C.P, heads * C.P, rows, end, columns, C.P, C.BP, found)
@@ -111,28 +116,32 @@ def _of_chunk(
 
 
 @triton.jit
+def _pairs(x, v, pairs, alone, rows, end, columns, local, heads: tl.constexpr, C: tl.constexpr):
+    """Store x_i·v_j and x_i·v_i of a slice of key_gradient's, which begins with these columns."""
+    found, same = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L], tl.float32)
+    for piece in tl.static_range(C.PIECES):
+        here = columns + piece * C.BP
+        rows_x = load_rows(x.at, x.token, rows, end, here, C.P, C.BP, C.KIND)
+        rows_v = load_rows(v.at, v.token, rows, end, here, C.P, C.BP, C.KIND)
+        same += tl.sum(rows_x.to(tl.float32) * rows_v.to(tl.float32), axis=1)
+        found = tl.dot(rows_x, tl.trans(rows_v), found, input_precision=C.PRECISION)
+    tl.store(alone + rows.to(tl.int64) * heads, same, mask=rows < end)
+    found = rounded(tl.where(local[:, None] > local[None, :], found, 0.0), C.BETWEEN, C.PRECISION)
+    store_rows(pairs, heads * C.PITCH, rows, end, local, C.L, C.L, found)
+
+
+@triton.jit
 def _summed(
     k, dy, other, states, at, first, scale, rows, end, columns, local, READS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """dx (READS) or dv of a chunk [L, BP]: products with a state, and of D with the rows `other`."""
     BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     scores, same = tl.zeros([C.L, C.L], tl.float32), tl.zeros([C.L], tl.float32)
-    out = tl.zeros([C.L, C.BP], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         keys = block * C.BK + tl.arange(0, C.BK)
         given = load_rows(dy.at, dy.token, rows, end, keys, C.N, C.BK, tl.float32)
         rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
         same += tl.sum(given * rows_k, axis=1)
-        if READS:
-            own = load_chunk(at.at, local, keys, C.N, C.BK)
-            more = load_chunk(at.rest, local, keys, C.N, C.BK) if C.FINE else own
-            mine = given * power(own, more, C.FINE)
-        else:
-            mine = rows_k * tl.exp2(-from_row(at, C.L - 1, local, keys, C.N, C.BK, C.FINE))
-        mine = mine.to(C.KIND)
-        inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
-        state = tl.load(states + keys[:, None] * C.P + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        out = product((mine, mine), split(state, C.TERMS, C.KIND), 1, C.TERMS, C.PRECISION, out)
         if C.ONCE:
             gap = from_row(at, C.L // 2 - 1, local, keys, C.N, C.BK, C.FINE)
             scores = _products(given * tl.exp2(gap), rows_k * tl.exp2(-gap), scores, READS, C)
@@ -148,8 +157,22 @@ def _summed(
     else:
         scores = tl.where(local[:, None] < local[None, :], scores, 0.0)
     rows_o = load_rows(other.at, other.token, rows, end, columns, C.P, C.BP, C.BETWEEN)
+    out = same[:, None] * rows_o.to(tl.float32)
     out = tl.dot(rounded(scores, C.BETWEEN, C.PRECISION), rows_o, out, input_precision=C.PRECISION)
-    out += same[:, None] * rows_o.to(tl.float32)
+    tl.debug_barrier()  # or loads move up, and registers run out
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        keys = block * C.BK + tl.arange(0, C.BK)
+        if READS:
+            mine = load_rows(dy.at, dy.token, rows, end, keys, C.N, C.BK, tl.float32)
+            own = load_chunk(at.at, local, keys, C.N, C.BK)
+            mine *= power(own, load_chunk(at.rest, local, keys, C.N, C.BK) if C.FINE else own, C.FINE)
+        else:
+            mine = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
+            mine *= tl.exp2(-from_row(at, C.L - 1, local, keys, C.N, C.BK, C.FINE))
+        mine = mine.to(C.KIND)
+        inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
+        state = tl.load(states + keys[:, None] * C.P + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        out = product((mine, mine), split(state, C.TERMS, C.KIND), 1, C.TERMS, C.PRECISION, out)
     return out if READS else out * scale[:, None]
 
 
