@@ -13,6 +13,7 @@ from test_triton_sums import blocks, outcome
 
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.mixers import get
 from dsf.triton import across, choose
 
 pytestmark = interpreted
@@ -115,6 +116,19 @@ def test_segments_of_t(monkeypatch, packed):
     state = state_of(3 if packed else 1, 36, 24)
     found = outcome(given_channels, given, state, torch.float32, form="chunk", backend="triton", **how)
     assert_same(found, outcome(given_channels, given, state, torch.float64, form="naive", **how))
+
+
+@pytest.mark.parametrize("recurrence", [fading_channels, get("gla").recurrence], ids=lambda r: r.name)
+def test_walks_of_packed_segments_read_what_there_is(monkeypatch, recurrence):
+    """bfloat16 walks load a chunk's rows one chunk early, also those of segments that have no chunk."""
+    monkeypatch.setattr(matrix_kernels, "segments", lambda *_: 3)
+    for axis, size in (("key", 32), ("value", 32)):
+        monkeypatch.setitem(mixer_inputs.SIZE, axis, size)
+    given = {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=290).items()}
+    bounds = torch.tensor([0, 200, 201, 290])
+    y = recurrence(**given, cu_seqlens=bounds, backend="triton")
+    expected = recurrence(**{name: x.double() for name, x in given.items()}, cu_seqlens=bounds)
+    assert (y - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])
