@@ -11,6 +11,7 @@ from mixer_inputs import sample
 from test_triton_rounding import TIMES, ratios
 from test_triton_sums import blocks, outcome
 
+from dsf.checking.measure import Subject
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import get
@@ -73,6 +74,15 @@ def test_chunks_are_asked_for_or_chosen_where_they_pay():
         assert kernel(form="chunk", dtype=torch.float32) == "chunks"
         for other in ({"N": 16}, {"P": 16}, {"dtype": torch.float32}, {"form": "scan"}, {"form": "recurrent"}):
             assert kernel(**other).startswith("fused scan"), other
+
+
+def test_laws_are_tried_on_both_kernels(monkeypatch):
+    """On chunks where T is odd, else on the scan."""
+    subject, run, found = Subject(fading_channels, {}, backend="triton"), across.run_matrix, []
+    monkeypatch.setattr(across, "run_matrix", lambda *call: found.append(call[1].sizes.tokens) or run(*call))
+    for tokens in (4, 5):
+        subject.run("triton", {name: x.float() for name, x in sample(fading_channels, tokens=tokens).items()})
+    assert found == [5]
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 3.0, 30.0])
