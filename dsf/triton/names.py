@@ -7,15 +7,20 @@ printed again when the graph runs.
 from __future__ import annotations
 
 from dsf.kernels.triton.registry import Registry
-from dsf.language.derived import by_digest
+from dsf.language.derived import by_digest, living
 from dsf.language.errors import DsfError
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
-from dsf.triton import chunk, scan, step
+from dsf.triton import across, chunk, features, scan, step
 
 
 def declared(name: str, content: str) -> Spec:
     """The Spec whose digest is `content`. Raises DsfError, with the remedy, where this process has none."""
     spec = by_digest(content)
+    if spec is None:
+        for known in living(name):
+            _derive(known)
+        spec = by_digest(content)
     if spec is None:
         raise DsfError(
             f"{name}: a graph runs this recurrence, whose declaration ({content}) this process does not have: import "
@@ -23,6 +28,15 @@ def declared(name: str, content: str) -> Spec:
             "something else, under the same name or not, is another recurrence"
         )
     return spec
+
+
+def _derive(spec: Spec) -> None:
+    """Make the systems that the kernels run in place of a declaration, which is all that a new process has."""
+    for part in (spec, spec.inner, *apart(spec), *apart(spec.inner)):
+        if features.has_features(part):
+            features.featured(part)
+        if part.acts_on_values or across.covers(part):
+            across.transposed(part)
 
 
 def register_operators() -> None:
