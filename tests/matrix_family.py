@@ -17,6 +17,7 @@ from dsf import (
     outer,
     sigmoid,
     softplus,
+    sum_value,
     tanh,
 )
 
@@ -191,4 +192,11 @@ def channels_in_steps(q: Key, k: Key, v: Value, a: Value, b: Scalar) -> System:
     return compose(first, System(A=sigmoid(b), B=q * v, C=q + sigmoid(a) * k, read="before"))
 
 
-ACROSS = [fading_channels, given_channels, late_channels, twice_written, channels_in_steps]  # decays by channel
+@dsf.recurrence
+def less_all_channels(q: Key, k: Key, v: Value, a: Value) -> System:
+    """A sum over channels, for which the fused scan has no room."""
+    return System(A=sigmoid(a), B=k * (v - 0.3 * sum_value(v)), C=q)
+
+
+# decays by channel
+ACROSS = [fading_channels, given_channels, late_channels, twice_written, channels_in_steps, less_all_channels]

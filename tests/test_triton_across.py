@@ -6,15 +6,15 @@ import mixer_inputs
 import pytest
 import torch
 from interpreted import interpreted
-from matrix_family import ACROSS, channels_in_steps, fading_channels, given_channels, twice_written
+from matrix_family import ACROSS, channels_in_steps, fading_channels, given_channels, less_all_channels, twice_written
 from mixer_inputs import sample
 from test_triton_rounding import TIMES, ratios
 from test_triton_sums import blocks, outcome
 
-from dsf.checking.measure import Subject
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.mixers import get
+from dsf.parallel import Simulated
 from dsf.triton import across, choose
 
 pytestmark = interpreted
@@ -76,15 +76,6 @@ def test_chunks_are_asked_for_or_chosen_where_they_pay():
             assert kernel(**other).startswith("fused scan"), other
 
 
-def test_laws_are_tried_on_both_kernels(monkeypatch):
-    """On chunks where T is odd, else on the scan."""
-    subject, run, found = Subject(fading_channels, {}, backend="triton"), across.run_matrix, []
-    monkeypatch.setattr(across, "run_matrix", lambda *call: found.append(call[1].sizes.tokens) or run(*call))
-    for tokens in (4, 5):
-        subject.run("triton", {name: x.float() for name, x in sample(fading_channels, tokens=tokens).items()})
-    assert found == [5]
-
-
 @pytest.mark.parametrize("scale", [0.02, 1.0, 3.0, 30.0])
 def test_decays_of_any_strength(scale):
     """Chunks that one product holds, chunks beyond its range in some channels, and decays that leave nothing."""
@@ -139,6 +130,14 @@ def test_walks_of_packed_segments_read_what_there_is(monkeypatch, recurrence):
     y = recurrence(**given, cu_seqlens=bounds, backend="triton")
     expected = recurrence(**{name: x.double() for name, x in given.items()}, cu_seqlens=bounds)
     assert (y - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("recurrence", [fading_channels, less_all_channels], ids=lambda r: r.name)
+def test_ranks_equal_the_whole(recurrence):
+    """By the fused scan or, where it has no room, by calls of their own."""
+    given, state, world = sample(recurrence, batch=1, tokens=18), state_of(1), Simulated(3, sizes=(9, 1, 8))
+    found = outcome(recurrence, given, state, torch.float32, form="chunk", backend="triton", parallel=world)
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])

@@ -21,7 +21,6 @@ from dsf.language.annotations import Kind
 from dsf.language.errors import FormError
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import DISTURBANCE, disturbed
-from dsf.triton.across import covers
 
 BLOCK = 16  # tokens whose error is measured together
 DISTURBED = 4  # random disturbances for a condition estimate
@@ -120,7 +119,7 @@ class Subject:
         """y and the final state (None when the user's function returns none)."""
         if form != AGAINST:
             backend = {ORACLE: "auto", KERNELS: KERNELS}.get(form, self.backend)
-            how = {"form": self._asked(inputs) if form == KERNELS else form, "backend": backend}
+            how = {"form": "auto" if form == KERNELS else form, "backend": backend}
             call: dict[str, Any] = {**inputs, "initial_state": state, **how}
             options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "parallel": parallel, "reverse": reverse}
             y, final = self.recurrence(**call, **options, return_state=True)
@@ -129,12 +128,6 @@ class Subject:
         options = {} if state is None else {"initial_state": state}
         result = self.against(*inputs.values(), **options)
         return result if isinstance(result, tuple) else (result, None)
-
-    def _asked(self, inputs: Mapping[str, Tensor]) -> str:
-        """The form of a call on the kernels. Value-diagonal decays have two kernels: an odd T runs the one that "auto"
-        would not choose for few keys."""
-        odd = any(kind.time and inputs[name].shape[1] % 2 for name, kind in self.kinds.items())
-        return "chunk" if odd and covers(self.recurrence.spec.inner) else "auto"
 
     def truth(self, state: State | None, p: int) -> tuple[Tensor, ...]:
         """A state as comparable float64 tensors: in the true scale, a cache cut to its used entries."""
