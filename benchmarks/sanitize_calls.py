@@ -146,7 +146,7 @@ def cases_of(recurrence, dtype):
         groups = {n: count for n, count in case.groups.items() if n in timed}
         case = replace(case.without(set(case.layouts) - given), groups=groups)
         if covers(recurrence.spec) and kind != "small":
-            case = replace(case, n=LEAST)
+            case = replace(case, n=2 * LEAST)
         found[kind] = replace(call, case=replace(case, n=case.n + case.n % 2) if recurrence.spec.turns else case)
     return found
 

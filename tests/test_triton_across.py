@@ -60,7 +60,7 @@ def test_decays_by_channel_equal_the_oracle(recurrence, tokens):
 
 
 def test_chunks_are_asked_for_or_chosen_where_they_pay():
-    """Half precisions from 32 entries of both axes on; the scan walks other calls, and those that ask for it."""
+    """Half precisions from 32 entries of one axis and 64 of the other on; the scan walks others, and if it is asked."""
 
     def kernel(r=fading_channels, form="auto", dtype=torch.bfloat16, **sizes):
         sizes = {"T": 100, "N": 64, "P": 64} | sizes
@@ -68,11 +68,18 @@ def test_chunks_are_asked_for_or_chosen_where_they_pay():
         return "chunks" if "chunk walk" in plan.kernel and "transposed" in plan.kernel else plan.kernel
 
     with choose.elsewhere():
-        assert (
-            kernel() == kernel(dtype=torch.float16) == kernel(N=32, P=256) == kernel(form="chunk", N=3, P=4) == "chunks"
+        asked = {"form": "chunk", "N": 3, "P": 4}, {"form": "chunk", "dtype": torch.float32}
+        for chosen in ({}, {"dtype": torch.float16}, {"N": 32}, {"P": 32}, {"N": 32, "P": 256}, *asked):
+            assert kernel(**chosen) == "chunks", chosen
+        others = (
+            {"N": 16},
+            {"P": 16},
+            {"N": 32, "P": 32},
+            {"dtype": torch.float32},
+            {"P": 300},
+            {"P": 300, "form": "chunk"},
         )
-        assert kernel(form="chunk", dtype=torch.float32) == "chunks"
-        for other in ({"N": 16}, {"P": 16}, {"dtype": torch.float32}, {"form": "scan"}, {"form": "recurrent"}):
+        for other in (*others, {"form": "scan"}, {"form": "recurrent"}):
             assert kernel(**other).startswith("fused scan"), other
 
 
@@ -123,7 +130,7 @@ def test_segments_of_t(monkeypatch, packed):
 def test_walks_of_packed_segments_read_what_there_is(monkeypatch, recurrence):
     """bfloat16 walks load a chunk's rows one chunk early, also those of segments that have no chunk."""
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: 3)
-    for axis, size in (("key", 32), ("value", 32)):
+    for axis, size in (("key", 32), ("value", 64)):
         monkeypatch.setitem(mixer_inputs.SIZE, axis, size)
     given = {name: x.bfloat16() for name, x in sample(recurrence, batch=1, tokens=290).items()}
     bounds = torch.tensor([0, 200, 201, 290])
@@ -175,6 +182,7 @@ CASES = {
     "float16, shared heads, reversed": Case(tokens=19, heads=2, n=48, p=32, dtype="float16",
                                             groups={"k": 1, "v": 1, "q": 1}, reverse=True, lengths=(9, 0, 10)),
     "few channels, no gradient of the output": Case(tokens=23, heads=2, n=40, p=5, dtype="bfloat16", loss="state"),
+    "more keys than the scan holds": Case(tokens=5, n=260, p=4, dtype="float32", lengths=(3, 2), initial=True),
     "few keys, more channels than a block": Case(tokens=23, batch=2, n=2, p=100, dtype="float32",
                                                  layouts={"q": "late"}),
 }  # fmt: skip

@@ -32,7 +32,7 @@ from dsf.triton import chunk
 from dsf.triton.chunk import Timed
 
 OTHER = {KEY: VALUE, VALUE: KEY}
-LEAST = 32  # entries of both axes from which chunks are chosen for half precisions; 257: never
+LEAST = 32  # entries of one axis, and half of the other's, from which `pays`; kernels pad to 64. 129: never
 SUMS = {axis: op for op, axis in REDUCTIONS.items()}
 Run = Callable[[Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
 
@@ -83,7 +83,7 @@ def covers(spec: Spec) -> bool:
 
 def pays(sizes: Sizes, dtype: torch.dtype) -> bool:
     """True where form="auto" runs value-diagonal decays by chunks, and not by the fused scan."""
-    return dtype.itemsize == 2 and min(sizes.n, sizes.p) >= LEAST
+    return dtype.itemsize == 2 and min(sizes.n, sizes.p) >= LEAST and max(sizes.n, sizes.p) >= 2 * LEAST
 
 
 def sizes_of(sizes: Sizes) -> Sizes:
