@@ -11,6 +11,12 @@ def scalar_decay(q: Key, k: Key, v: Value, g: Scalar) -> System:
 
 
 @dsf.recurrence
+def fading_channels(q: Key, k: Key, v: Value, f: Value) -> System:
+    """A forget gate for each channel of a state with keys."""
+    return System(A=sigmoid(f), B=k * v, C=q)
+
+
+@dsf.recurrence
 def two_summed(
     q: Key, k: Key, l: Key, v: Value, x: Value, alpha: Scalar, beta: Scalar, gamma: Scalar
 ) -> System:  # fmt: skip
@@ -41,4 +47,4 @@ def rows_composed(q: Key, k: Key, l: Key, b: Key, v: Value, beta: Scalar, w: Key
     return compose(first, System(A=I + 0.5 * outer(l, b), B=0.0, C=q))
 
 
-OWN = {r.name: r for r in (scalar_decay, two_summed, two_composed, rows_summed, rows_composed)}
+OWN = {r.name: r for r in (scalar_decay, fading_channels, two_summed, two_composed, rows_summed, rows_composed)}

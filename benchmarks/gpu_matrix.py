@@ -35,13 +35,14 @@ from dsf.mixers import get
 
 @dataclass(frozen=True)
 class Row:
-    """shapes: (heads, N, P); lengths: tokens a sequence; shared: inputs with one head for all."""
+    """shapes: (heads, N, P); lengths: of sequences; shared: inputs with one head for all; form: what is asked for."""
 
     recurrence: str
     shapes: tuple[tuple[int, int, int], ...] = ((16, 128, 128),)
     lengths: tuple[int, ...] = (8192,)
     shared: tuple[str, ...] = ()
     batch: int = 0  # 0: 32,768 tokens in all
+    form: str = "auto"
 
 
 BOTH, TINY = ((16, 128, 128), (32, 64, 64)), {"shapes": ((8, 64, 64),), "lengths": (1024,), "batch": 8}
@@ -58,6 +59,8 @@ ROWS = {
     "tiny_delta": Row("deltanet", **TINY),
     "tiny_gated_delta": Row("gated_deltanet", **TINY),
     "gla": Row("gla", BOTH),
+    "value_decay": Row("fading_channels", ((16, 64, 64), (16, 128, 128)), form="chunk"),
+    "value_decay_scan": Row("fading_channels", ((16, 64, 64), (16, 128, 128)), form="scan"),
     "kda": Row("kda", BOTH),
     "rwkv7": Row("rwkv7", BOTH),
     "two_summed": Row("two_summed", BOTH),
@@ -190,10 +193,11 @@ def sides_of(row, wanted):
     return [who for who in [*ours, *peers_of(row.recurrence)] if not wanted or who in wanted]
 
 
-def side(who, recurrence, x):
-    """(call, leaves) of a side on the inputs of a recurrence."""
+def side(who, row, x):
+    """(call, leaves) of a side on the inputs of a row."""
+    recurrence = recurrence_of(row.recurrence)
     if who in (OURS, GRAPH):
-        return lambda: recurrence(**x), list(x.values())
+        return lambda: recurrence(**x, form=row.form), list(x.values())
     return operator(who, recurrence.name, x)
 
 
@@ -217,7 +221,7 @@ def time_case(name, case, options, dead):
             with limit(options.limit):
                 if f"{name} {who}" in dead:
                     raise RuntimeError("its compiler aborts")
-                call, leaves = side(who, recurrence, x)
+                call, leaves = side(who, row, x)
                 with torch.no_grad():
                     y = call().float()
                 record["difference"] = ((y - expected).norm() / expected.float().norm()).item()
@@ -255,7 +259,7 @@ def run_once(row, who):
         recurrence = recurrence_of(row.recurrence)
         x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
         with contextlib.suppress(Unfit):
-            call, leaves = side(who, recurrence, x)
+            call, leaves = side(who, row, x)
             with torch.no_grad():
                 call()
             y = call()
@@ -364,7 +368,8 @@ def main():
     for name in names:
         for case in cases(ROWS[name]):
             for record in time_case(name, case, options, dead):
-                record = {"row": name, "name": ROWS[name].recurrence, "run": run} | record
+                form = "" if ROWS[name].form == "auto" else f", {ROWS[name].form}"
+                record = {"row": name, "name": ROWS[name].recurrence + form, "run": run} | record
                 put(data["rows"], record)
                 print({k: round(x, 3) if isinstance(x, float) else x for k, x in record.items()}, flush=True)
                 save()

@@ -164,7 +164,8 @@ def rows() -> Iterator:
         for heads, n, p in row.shapes:
             for tokens in row.lengths:
                 x = _inputs(recurrence, row.batch or 32_768 // tokens, tokens, heads, n, p, row.shared)
-                yield f"{name} {heads}x{n}x{p} {tokens}", lambda f=recurrence, x=x: f(**x, backend="triton"), x.values()
+                how = {"backend": "triton", "form": row.form}
+                yield f"{name} {heads}x{n}x{p} {tokens}", lambda f=recurrence, x=x, how=how: f(**x, **how), x.values()
     for name, (recurrence, n, _) in SCANS.items():
         for tokens in LENGTHS:
             x = _inputs(recurrence, TOTAL // tokens, tokens, 1, n, CHANNELS)

@@ -20,6 +20,7 @@ from dsf.fuzz import Case, Declaration, attempt
 from dsf.fuzz.grammar import KNOWN
 from dsf.language.expr import KEY
 from dsf.mixers import get
+from dsf.triton.across import LEAST, covers
 
 DTYPES = ("float32", "bfloat16")
 
@@ -131,7 +132,10 @@ def cases(dtype):
 
 
 def cases_of(recurrence, dtype):
-    """The cases that a recurrence has: with its inputs, an even N for turns, without attention's caches (torch's)."""
+    """The cases that a recurrence has: with its inputs, an even N for turns, without attention's caches (torch's).
+
+    Decays by channel have as many keys as chunks are chosen for, in half precisions; in float32 they are scanned.
+    """
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time and KEY in i.kind.axes}
     given, found = {i.name for i in recurrence.spec.inputs} | {"dy"}, {}
     for kind, call in cases(dtype).items():
@@ -141,6 +145,8 @@ def cases_of(recurrence, dtype):
         case = replace(case, initial=case.initial and not recurrence.spec.is_attention)
         groups = {n: count for n, count in case.groups.items() if n in timed}
         case = replace(case.without(set(case.layouts) - given), groups=groups)
+        if covers(recurrence.spec) and kind != "small":
+            case = replace(case, n=2 * LEAST)
         found[kind] = replace(call, case=replace(case, n=case.n + case.n % 2) if recurrence.spec.turns else case)
     return found
 

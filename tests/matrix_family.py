@@ -1,7 +1,25 @@
 """Matrix-family recurrences that are in no library, for the tests of the chunk kernels."""
 
 import dsf
-from dsf import I, Key, Param, Scalar, Steps, System, Value, diag, elu1, exp, l2norm, outer, sigmoid, softplus, tanh
+from dsf import (
+    I,
+    Key,
+    Param,
+    Scalar,
+    Steps,
+    System,
+    Value,
+    compose,
+    diag,
+    elu1,
+    exp,
+    l2norm,
+    outer,
+    sigmoid,
+    softplus,
+    sum_value,
+    tanh,
+)
 
 
 @dsf.recurrence
@@ -141,3 +159,44 @@ def moved_in_steps(q: Key, k: Steps[Key, 2], u: Key, v: Value, g: Key, s: Scalar
 SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps]
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
 UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps]
+
+
+@dsf.recurrence
+def fading_channels(q: Key, k: Key, v: Value, a: Value) -> System:
+    """One decay a channel."""
+    return System(A=sigmoid(a), B=k * v, C=q)
+
+
+@dsf.recurrence
+def given_channels(q: Key, k: Key, v: Value, g: Value, s: Scalar, o: Value, d: Param[Value]) -> System:
+    """Given logarithms, a strength of either sign, gated channels and a skip."""
+    return System(A=exp(g), B=k * (s * v), C=q * sigmoid(o), D=d * v)
+
+
+@dsf.recurrence
+def late_channels(q: Key, k: Key, v: Value, a: Value, w: Param[Key]) -> System:
+    """A read before the update, with computed keys and readouts, under decays without bound."""
+    return System(A=exp(-softplus(a)), B=sigmoid(k) * v, C=w * q, read="before")
+
+
+@dsf.recurrence
+def twice_written(q: Key, k: Key, l: Key, v: Value, x: Value, a: Value) -> System:
+    """Two products in B: micro-steps of the kernels."""
+    return System(A=sigmoid(a), B=k * v + l * x, C=q)
+
+
+@dsf.recurrence
+def channels_in_steps(q: Key, k: Key, v: Value, a: Value, b: Scalar) -> System:
+    """Two micro-steps, a decay by channel and one of all, read before the update; a readout of two gated parts."""
+    first = System(A=sigmoid(a) * sigmoid(b), B=k * v)
+    return compose(first, System(A=sigmoid(b), B=q * v, C=q + sigmoid(a) * k, read="before"))
+
+
+@dsf.recurrence
+def less_all_channels(q: Key, k: Key, v: Value, a: Value) -> System:
+    """A sum over channels, for which the fused scan has no room."""
+    return System(A=sigmoid(a), B=k * (v - 0.3 * sum_value(v)), C=q)
+
+
+# decays by channel
+ACROSS = [fading_channels, given_channels, late_channels, twice_written, channels_in_steps, less_all_channels]

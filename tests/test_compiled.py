@@ -229,8 +229,11 @@ FAMILIES = {
     "a decay for a key": Family(
         every(matrix.fading_rows, matrix.fading_delta)
         | {"late_gate": of(matrix.late_gate), "kda, ranks": of("kda", **RANKS), "late_ratio": of(matrix.late_ratio)}
-        | {"thrice_erased": of(matrix.thrice_erased, **FEW)},
-        ("chunk.forward_walk", "chunk.key_gradient", "chunk.keywise", "chunk.walk"),
+        | {"thrice_erased": of(matrix.thrice_erased, **FEW), "given_channels": of(matrix.given_channels, T=128)},
+        (
+            "chunk.across", "chunk.across_gradient", "chunk.forward_walk", "chunk.key_gradient", "chunk.keywise",
+            "chunk.walk",
+        ),
     ),
     "rank-one rows": Family(
         every(matrix.leaning_rows, matrix.skipping_rows)

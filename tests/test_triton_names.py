@@ -36,6 +36,10 @@ def scanned(x: Value, dt: Value, b: Key, c: Key, a: Param[Key, Value]) -> System
 @dsf.recurrence
 def turning(q: Key, k: Key, v: Value, a: Scalar, t: Pair) -> System:
     return System(A=dsf.sigmoid(a) * dsf.turn(t), B=k * v + dsf.prev(k * v), C=q)
+
+@dsf.recurrence
+def across(q: Key, k: Key, v: Value, a: Value) -> System:
+    return System(A=dsf.sigmoid(a), B=k * (v - dsf.sum_value(v)), C=q)
 """
 
 
@@ -108,7 +112,7 @@ def test_saved_graphs_run_in_another_process(tmp_path, monkeypatch):
     import declarations
 
     saved = {}
-    for name in ("ours", "scanned", "turning"):
+    for name in ("ours", "scanned", "turning", "across"):
         recurrence = getattr(declarations, name)
         given = inputs(recurrence)
         torch.export.save(torch.export.export(Model(recurrence), (), kwargs=given), tmp_path / f"{name}.pt2")
@@ -140,6 +144,6 @@ def test_saved_graphs_run_in_another_process(tmp_path, monkeypatch):
     done = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(lines) == 12, done.stdout
-    assert all(x.startswith("refused False") and "import the module that declares it" in x for x in lines[:6])
-    assert lines[6:] == ["right True True"] * 6
+    assert len(lines) == 16, done.stdout
+    assert all(x.startswith("refused False") and "import the module that declares it" in x for x in lines[:8])
+    assert lines[8:] == ["right True True"] * 8

@@ -45,8 +45,8 @@ class Plan:
     chunk: tokens a chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T,
     numbers a token] of a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one
     forward call. bytes: inputs read once and y written once. reason: why, in a sentence. source: the printed code, or
-    empty. one_step: whether the decode kernel runs. exchange: what ranks that share the tokens send each other, or
-    empty. call: on the Triton backend, the call of `schedules`.
+    empty. one_step, scan: whether the decode kernel or the fused scan runs. exchange: what ranks that share the tokens
+    send each other, or empty. call: on the Triton backend, the call of `schedules`.
     """
 
     recurrence: str
@@ -63,6 +63,7 @@ class Plan:
     reason: str
     source: str = ""
     one_step: bool = False
+    scan: bool = False
     exchange: str = ""
     call: Planned | None = field(default=None, repr=False, compare=False)
 
@@ -179,6 +180,7 @@ def make_plan(
     refused = _refusal(spec, sizes, dtype, form, backend, device, grad, transformed)
     on_gpu = refused is None
     one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
+    scan = on_gpu and gpu.scans(spec, sizes, dtype, form)
     if form != "auto":
         chosen, reason = form, f"form={form!r} was asked for"
     elif written_out:
@@ -187,13 +189,16 @@ def make_plan(
         chosen, reason = "recurrent", "one token without gradients: the state is read and written once, in one launch"
     elif on_gpu:
         chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
-        if gpu.is_scan(spec) and not spec.is_elementwise:
+        if scan and not spec.is_elementwise:
             reason = "value decay: every channel forgets by itself, and one fused scan walks them all"
     else:
         chosen, reason = _choose(spec, sizes)
     if refused:
         reason += f"; not on triton: {refused}"
-    kernel, chunk = gpu.kernel_of(spec, sizes, dtype, device, one_step) if on_gpu else _kernel(spec, sizes, chosen)
+    if on_gpu:
+        kernel, chunk = gpu.kernel_of(spec, sizes, dtype, device, one_step, scan)
+    else:
+        kernel, chunk = _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     shape: tuple[int, ...] = (sizes.batch, sizes.heads, sizes.n, layout.total)
     if spec.is_attention:
@@ -202,7 +207,7 @@ def make_plan(
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
         math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
-        gpu.source(spec, dtype, one_step) if on_gpu else "", one_step,
+        gpu.source(spec, dtype, one_step, scan) if on_gpu else "", one_step, scan,
     )  # fmt: skip
 
 
@@ -290,7 +295,7 @@ def _of_solve(
 
 def reads_apart(spec: Spec, plan: Plan) -> bool:
     """Whether a call with this plan runs once for each of several readouts in C."""
-    if not apart(spec) or plan.one_step or (plan.backend == "triton" and gpu.is_scan(spec)):
+    if not apart(spec) or plan.one_step or plan.scan:
         return False
     if spec.acts_on_values:
         return plan.form != "naive"

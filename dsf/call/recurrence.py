@@ -190,8 +190,8 @@ class Recurrence:
         """Checked boundaries: a tensor on the inputs' device for kernels that read them there, else numbers."""
         check_packing(self.spec, cu_seqlens, bound.sizes)
         inner, tokens = self.spec.inner, bound.sizes.tokens
-        on_device = plan.backend == "triton" and gpu.packs_on_device(inner, bound.sizes, bound.dtype)
-        if on_device or (plan.backend == "triton" and gpu.packs(inner)):
+        on_device = plan.backend == "triton" and gpu.packs_on_device(inner, bound.sizes, bound.dtype, plan.scan)
+        if on_device or (plan.scan and gpu.packs(inner)):
             if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or packing.is_hidden(cu_seqlens)):
                 packing.check_once(self.name, cu_seqlens, tokens)
                 return cu_seqlens.to(bound.device)

@@ -33,7 +33,7 @@ from dsf.torch.on_values import lower_on_values
 from dsf.torch.stabilise import EMPTY
 from dsf.triton import scan as gpu_scan
 from dsf.triton import step as gpu_step
-from dsf.triton.choose import is_scan, packs, room_of
+from dsf.triton.choose import packs, room_of
 
 Timed = Mapping[str, Tensor]
 
@@ -79,8 +79,8 @@ def run_packed(
     if reads_apart(spec, plan):
         return sum_reads([run_packed(part, bound_of(part, bound), bounds, state, plan) for part in apart(spec)])
     timed, outputs, finals = timed_inputs(spec, bound), [], []
-    if isinstance(bounds, Tensor) or (plan.backend == "triton" and not plan.one_step and packs(spec)):
-        if is_scan(spec):
+    if isinstance(bounds, Tensor) or (plan.scan and not plan.one_step and packs(spec)):
+        if plan.scan:
             return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
         assert isinstance(bounds, Tensor)
         return room_of(spec).run_matrix(spec, bound, timed, state, bounds)
@@ -109,7 +109,7 @@ def _run(
     if plan.backend == "triton":
         if plan.one_step:
             return gpu_step.run(spec, bound, state)
-        if is_scan(spec):
+        if plan.scan:
             return gpu_scan.fused_scan(spec, bound, timed, state, valid)
         return room_of(spec).run_matrix(spec, bound, timed, state)
     if plan.form == CONVOLUTION:

@@ -64,6 +64,11 @@ def by_digest(name: str) -> Spec | None:
     return _specs.get(name)
 
 
+def living(name: str) -> list[Spec]:
+    """All living Specs of that name."""
+    return [spec for spec in list(_specs.values()) if spec.name == name]
+
+
 def _content(spec: Spec) -> str:
     """A declaration as text that depends only on its content: every node by the numbers of its operands."""
     numbers: dict[Expr, int] = {}

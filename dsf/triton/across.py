@@ -5,6 +5,9 @@ y_t = Z_t q_t, but the kernels compute o_t = Z_tᵀ Q_t. Since Σ o_t · q_t = �
 kernels' output by Q, with q as the gradient of o: one backward pass of the kernels. In the backward pass of y, the
 gradient of q is the kernels' output with Q = dy, and all other gradients come from one more backward pass, with Q = dy
 and q as the gradient of o.
+
+Decays by channel without corrections have a kernel that computes y from the states of chunks
+(dsf.kernels.triton.chunk.across), and one operator for all gradients.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from dsf.triton import chunk
 from dsf.triton.chunk import Timed
 
 OTHER = {KEY: VALUE, VALUE: KEY}
+LEAST = 32  # entries of one axis, and half of the other's, from which `pays`; kernels pad to 64. 129: never
 SUMS = {axis: op for op, axis in REDUCTIONS.items()}
 Run = Callable[[Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
 
@@ -68,6 +72,20 @@ def transposed(spec: Spec) -> Spec:
     return interned(replace(spec, inputs=inputs, system=system))
 
 
+@derived
+def covers(spec: Spec) -> bool:
+    """True for value-diagonal decays without corrections that the chunk kernels can run at some size."""
+    if spec.rank or VALUE not in spec.decay_axes or spec.is_elementwise or spec.mixes_pairs:
+        return False
+    plain = spec.rule is None and spec.system.solve is None and spec.features is None
+    return plain and not spec.is_attention and not spec.is_stabilised and chunk.fits(transposed(spec))
+
+
+def pays(sizes: Sizes, dtype: torch.dtype) -> bool:
+    """True where form="auto" runs value-diagonal decays by chunks, and not by the fused scan."""
+    return dtype.itemsize == 2 and min(sizes.n, sizes.p) >= LEAST and max(sizes.n, sizes.p) >= 2 * LEAST
+
+
 def sizes_of(sizes: Sizes) -> Sizes:
     """The sizes of the transposed system."""
     return replace(sizes, keys=sizes.p, n=sizes.p, p=sizes.n)
@@ -93,18 +111,41 @@ def run_matrix(
     given = {i.name: timed.get(i.name, bound.tensors[i.name]) for i in inputs}
     both = {i.name for i in inputs if len(i.kind.axes) == 2}
 
+    def moved(tensors: list[Tensor]) -> dict[str, Tensor]:
+        every = dict(zip(given, tensors, strict=True))
+        return {name: x.transpose(-1, -2) if name in both else x for name, x in every.items()}
+
     def run(reads: Tensor, start: Tensor | None, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        every = dict(zip(given, tensors, strict=True)) | {query.name: reads}
-        every = {name: x.transpose(-1, -2) if name in both else x for name, x in every.items()}
+        every = moved(tensors) | {query.name: reads}
         mine = replace(bound, tensors=every, sizes=sizes_of(sizes))
         return chunk.run_matrix(of, mine, {n: x for n, x in every.items() if n in timed_names}, start, bounds)
 
     start = None if state is None else state.transpose(-1, -2).contiguous()
-    y, final = Across.apply(run, sizes.p, q, start, *given.values())
+    if covers(spec) and chunk.channels(of, sizes.n) == sizes.n and batch * sizes.heads <= chunk.GRID:
+        y, final = _read_by_chunks(of, sizes.p, q, start, list(moved([*given.values()]).values()), bounds)
+    else:
+        y, final = Across.apply(run, sizes.p, q, start, *given.values())
     y = y if gate is const(1) else y * values(gate).squeeze(-2)
     skip = spec.system.D
     y = y if skip is const(0) else y + values(skip).squeeze(-2)
     return y, final.transpose(-1, -2)
+
+
+def _read_by_chunks(
+    of: Spec, p: int, q: Tensor, start: Tensor | None, operands: list[Tensor], bounds: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, p] and the last state [B, H, p, n] of a system that `covers` allows.
+
+    operands: those of `of`, the transposed system, without its readout, for which q [B, T, H, n] stands.
+    """
+    from dsf.kernels.triton.chunk.across_ops import across_mixer
+
+    _, name = chunk.program_of(of)
+    chunk.check_packed(of, bounds)
+    if p < chunk.FEWEST and q.dtype.itemsize == 2:
+        q, operands = q.float(), [x.float() for x in operands]
+    y, final, _ = across_mixer(operands, q, start, name, False, bounds)
+    return y, final
 
 
 class Across(torch.autograd.Function):

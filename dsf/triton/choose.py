@@ -65,7 +65,9 @@ def refusal(
         why = gpu_step.refusal(spec, sizes, dtype) if form == "recurrent" and sizes.tokens == 1 else None
         why = "" if why is None else f": {why}"
         return f"the {form} form of {spec.structure} runs on torch only{token}{why}"
-    return gpu_scan.refusal(spec, sizes, dtype) if is_scan(spec) else room_of(spec).refusal(spec, sizes, dtype)
+    if scans(spec, sizes, dtype, form):
+        return gpu_scan.refusal(spec, sizes, dtype)
+    return room_of(spec).refusal(spec, sizes, dtype)
 
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
@@ -76,12 +78,27 @@ def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -
 
 
 def is_scan(spec: Spec) -> bool:
-    """True for recurrences of the fused scan; chunks of matrix products are faster for the others."""
+    """True for recurrences of the fused scan; the others run by chunks of matrix products alone."""
     return spec.is_elementwise or (VALUE in spec.decay_axes and not spec.rank)
 
 
+def scans(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str) -> bool:
+    """True for calls that run on the fused scan. Value-diagonal decays run by chunks where form="chunk" asks for them
+    or, with "auto", where chunks are faster or the scan has no room; where chunks have none, the scan stands for them.
+    """
+    if not is_scan(spec):
+        return False
+    if form not in ("auto", "chunk") or not gpu_across.covers(spec):
+        return True
+    if gpu_across.refusal(spec, sizes, dtype) is not None:
+        return True
+    wanted = form == "chunk" or gpu_across.pays(sizes, dtype)
+    return not wanted and gpu_scan.refusal(spec, sizes, dtype) is None
+
+
 def forms_of(spec: Spec) -> tuple[str, ...]:
-    """The forms that the GPU kernels run. The fused scan walks tokens in segments and so counts as three forms."""
+    """The forms that the GPU kernels run. The fused scan walks tokens in segments and so counts as three forms, also
+    where `scans` says that form="chunk" has kernels of its own."""
     return ("recurrent", "scan", "chunk") if is_scan(spec) else ("chunk",)
 
 
@@ -91,48 +108,52 @@ def interpreted() -> bool:
 
 
 def kernel_of(
-    spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, one_step: bool = False
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, one_step: bool = False, scan: bool = False
 ) -> tuple[str, int]:
-    """Name of the kernel with its tiles, and its chunk length in tokens (0 where it has no chunks)."""
+    """Name of the kernel with its tiles, and its chunk length in tokens (0 where it has no chunks).
+
+    scan: whether the fused scan runs (`scans`), also in `source`.
+    """
     if spec.is_attention:
         return gpu_attention.kernel_of(sizes, dtype)
     if one_step:
         return gpu_step.kernel_of(spec, sizes), 0
-    if spec.acts_on_values:
+    if scan:
+        return gpu_scan.kernel_of(spec, sizes, device)
+    if room_of(spec) is gpu_across:
         name, length = gpu_matrix.kernel_of(gpu_across.transposed(spec), gpu_across.sizes_of(sizes), dtype, device)
         return f"{name} of the transposed state", length
-    if is_scan(spec):
-        return gpu_scan.kernel_of(spec, sizes, device)
     sizes = gpu_features.sizes_of(sizes) if gpu_features.has_features(spec) else sizes
     return gpu_matrix.kernel_of(inside(spec), sizes, dtype, device)
 
 
-def source(spec: Spec, dtype: torch.dtype, one_step: bool = False) -> str:
+def source(spec: Spec, dtype: torch.dtype, one_step: bool = False, scan: bool = False) -> str:
     """The source printed for this spec and inputs of a dtype; empty for attention, whose kernels have no holes."""
     if spec.is_attention:
         return ""
     if one_step:
         return gpu_step.program_of(spec)[0].text
-    return gpu_scan.text_of(spec, dtype) if is_scan(spec) else gpu_matrix.program_of(inside(spec))[0].text
+    return gpu_scan.text_of(spec, dtype) if scan else gpu_matrix.program_of(inside(spec))[0].text
 
 
 def room_of(spec: Spec) -> Any:
-    """The module that runs a call of the matrix families: transposed (A acts on values), with features, or plain."""
-    if spec.acts_on_values:
+    """The module that runs a call by chunks: transposed (A acts on values, or decays differ by them), with features,
+    or plain."""
+    if spec.acts_on_values or is_scan(spec):
         return gpu_across
     return gpu_features if gpu_features.has_features(spec) else gpu_matrix
 
 
 def inside(spec: Spec) -> Spec:
     """The system that the matrix kernels run."""
-    if spec.acts_on_values:
+    if room_of(spec) is gpu_across:
         return gpu_across.transposed(spec)
     return gpu_features.featured(spec).spec if gpu_features.has_features(spec) else spec
 
 
-def _one_read(spec: Spec) -> Spec:
+def _one_read(spec: Spec, scan: bool) -> Spec:
     """The system with the first of its readouts, where kernels run once for each of several readouts."""
-    parts = () if is_scan(spec) else apart(spec)
+    parts = () if scan else apart(spec)
     return parts[0] if parts else spec
 
 
@@ -141,14 +162,18 @@ def packs(spec: Spec) -> bool:
     return is_scan(spec) and gpu_scan.packs(spec)
 
 
-def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
-    """True where the boundaries of packed sequences may stay on the GPU: the chunk kernels take them as a tensor."""
-    spec = _one_read(spec)
-    return not (spec.is_attention or is_scan(spec)) and room_of(spec).refusal(spec, sizes, dtype) is None
+def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype, scan: bool) -> bool:
+    """True where the boundaries of packed sequences may stay on the GPU: the chunk kernels take them as a tensor.
+
+    scan: whether the call runs on the fused scan.
+    """
+    spec = _one_read(spec, scan)
+    return not (spec.is_attention or scan) and room_of(spec).refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:
     """True where the boundaries need not be known on the host, for all sizes that the kernels can run."""
-    spec = _one_read(spec)
-    spec = inside(spec)
-    return form in ("auto", *forms_of(spec)) and (packs(spec) if is_scan(spec) else gpu_matrix.fits(spec))
+    if is_scan(spec):  # whose calls by chunks take hidden boundaries, too
+        return form in ("auto", *forms_of(spec)) and packs(spec)
+    spec = inside(_one_read(spec, False))
+    return form in ("auto", *forms_of(spec)) and gpu_matrix.fits(spec)

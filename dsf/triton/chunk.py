@@ -106,11 +106,7 @@ def run_matrix(
     from dsf.kernels.triton.chunk.operator import matrix_mixer
 
     _, name = program_of(spec)
-    if bounds is not None and bounds.shape[0] > GRID + 1:
-        raise InputError(
-            f"{spec.name}: cu_seqlens of {bounds.shape[0] - 1:,} packed sequences; the matrix kernels take at most "
-            f"{GRID:,} a call: pack fewer, or ask for backend='torch'"
-        )
+    check_packed(spec, bounds)
     batch = next(iter(timed.values())).shape[0]
     together = max(GRID // bound.sizes.heads, 1)
     outputs, finals = [], []
@@ -123,6 +119,15 @@ def run_matrix(
         outputs.append(y)
         finals.append(final)
     return (outputs[0], finals[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(finals))
+
+
+def check_packed(spec: Spec, bounds: Tensor | None) -> None:
+    """Raise InputError for boundaries of more packed sequences than a grid has programs."""
+    if bounds is not None and bounds.shape[0] > GRID + 1:
+        raise InputError(
+            f"{spec.name}: cu_seqlens of {bounds.shape[0] - 1:,} packed sequences; the matrix kernels take at most "
+            f"{GRID:,} a call: pack fewer, or ask for backend='torch'"
+        )
 
 
 def _by_channels(

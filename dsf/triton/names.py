@@ -7,15 +7,20 @@ printed again when the graph runs.
 from __future__ import annotations
 
 from dsf.kernels.triton.registry import Registry
-from dsf.language.derived import by_digest
+from dsf.language.derived import by_digest, living
 from dsf.language.errors import DsfError
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
-from dsf.triton import chunk, convolve, long, scan, step
+from dsf.triton import across, chunk, convolve, features, long, scan, step
 
 
 def declared(name: str, content: str) -> Spec:
     """The Spec whose digest is `content`. Raises DsfError, with the remedy, where this process has none."""
     spec = by_digest(content)
+    if spec is None:
+        for known in living(name):
+            _derive(known)
+        spec = by_digest(content)
     if spec is None:
         raise DsfError(
             f"{name}: a graph runs this recurrence, whose declaration ({content}) this process does not have: import "
@@ -25,19 +30,29 @@ def declared(name: str, content: str) -> Spec:
     return spec
 
 
+def _derive(spec: Spec) -> None:
+    """Make the systems that the kernels run in place of a declaration, which is all that a new process has."""
+    for part in (spec, spec.inner, *apart(spec), *apart(spec.inner)):
+        if features.has_features(part):
+            features.featured(part)
+        if part.acts_on_values or across.covers(part):
+            across.transposed(part)
+
+
 def register_operators() -> None:
     """Define dsf's custom operators, for graphs that were saved elsewhere.
 
     Calls of a recurrence define them, too. A process that loads a graph (torch.export.load) before its first such call
     must call this first.
     """
-    from dsf.kernels.triton.chunk import operator
+    from dsf.kernels.triton.chunk import across_ops, operator
     from dsf.kernels.triton.fourier import filters
     from dsf.kernels.triton.fourier import operator as fourier_operator
     from dsf.kernels.triton.pointwise import prologue_ops, step_ops
     from dsf.kernels.triton.scan import operator as scan_operator
 
-    assert operator and filters and fourier_operator and prologue_ops and step_ops and scan_operator
+    assert across_ops and operator and filters and fourier_operator
+    assert prologue_ops and step_ops and scan_operator
 
 
 def _print(kind: str, name: str) -> None:

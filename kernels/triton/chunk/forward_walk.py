@@ -135,6 +135,8 @@ def forward_walk(
         state = tl.where((part.keys[:, None] == part.columns[None, :]) & carries, 1.0, 0.0)
     if C.AHEAD:
         next_rows = first * C.L + part.local + shift
+        if table is not None:  # those of segments without chunks lie below 0
+            next_rows = tl.maximum(next_rows, 0)
         ahead = _ahead(x, v, next_rows, next_rows, filled, part, sizes, C)
     if C.LATE:
         held = tl.zeros([C.L, C.BP], to.y.dtype.element_ty if to.more is None else tl.float32)

@@ -54,7 +54,8 @@ class Gradients(NamedTuple):
     """Outputs of both kernels, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
     [slices, B, T, H, L or 2L].
 
-    alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq, dk, dg [slices, B, T, H, N], to be summed over slices; and
+    alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq (None: not wanted), dk, dg [slices, B, T, H, N], to be summed
+    over slices; and
     gradients of the scalars [slices · keys / BK, B, T, H], except ds of delta rules [slices, B, T, H].
     """
 
@@ -170,7 +171,8 @@ def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, tabl
     first_levels = made.first_levels + lane * (length // C.L)
     at_scalars = flat + (piece * BLOCKS + block) * size
     to = Gradients(
-        to.pairs + part * C.PITCH, to.alone + part, to.dq + part * C.N, to.dk + part * C.N, to.dv, to.dg + part * C.N,
+        to.pairs + part * C.PITCH, to.alone + part, None if to.dq is None else to.dq + part * C.N, to.dk + part * C.N,
+        to.dv, to.dg + part * C.N,
         to.ds + at_scalars, to.db + at_scalars, to.dc + at_scalars,
     )  # fmt: skip
     keys, columns = block * C.BK + tl.arange(0, C.BK), piece * C.BP + tl.arange(0, C.BP)
@@ -235,7 +237,8 @@ def _of_keys(
         tl.store(to.dc + at, tl.sum(read * unscaled, axis=1), mask=rows < end)
     if C.READ_SCALED:
         read *= tl.load(scalars + READ * plane + rows)[:, None]
-    store_rows(to.dq, heads * C.N, rows, end, keys, C.N, C.BK, read)
+    if to.dq is not None:
+        store_rows(to.dq, heads * C.N, rows, end, keys, C.N, C.BK, read)
     z = tl.zeros([C.L, C.BK], tl.float32)
     if C.DELTA:  # what their erasing reads
         tl.debug_barrier()

@@ -121,14 +121,18 @@ class _Call:
         self.made: KeyRows | None = None
         if self.keywise:
             assert g is not None
-            if kept:
-                self.made = KeyRows(*kept)
-            else:
-                self.made, left = prepared(self, g, kept is not None)
-                self.system, self.rest_of_writes = left, self.made.rest if self.delta else left
-            self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
-            self.reads, self.writes, self.rest_of_reads = self.made.reads, self.made.writes, self.made.rest
-            self.erased = self.made.erased if self.delta else self.writes
+            self._prepare(g, kept)
+
+    def _prepare(self, g: Tensor, kept: Sequence[Tensor] | None) -> None:
+        """The rows of decays that differ by key: those of the forward pass, or prepared from log decays g."""
+        if kept:
+            self.made = KeyRows(*kept)
+        else:
+            self.made, left = prepared(self, g, kept is not None)
+            self.system, self.rest_of_writes = left, self.made.rest if self.delta else left
+        self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
+        self.reads, self.writes, self.rest_of_reads = self.made.reads, self.made.writes, self.made.rest
+        self.erased = self.made.erased if self.delta else self.writes
 
     @property
     def marks(self) -> tuple[int, int] | None:

@@ -285,6 +285,19 @@ def _backward(
         own = a.role in wanted and a.role in known.vectors
         call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
     found, first = _chunk_gradients(call, *read_gradient(call, dy), dfinal, start, kept, held)
+    out = pulled_back(call, wanted, found)
+    if state is None:
+        return out, call.empty(0)
+    if known.column:
+        first = torch.cat([first[..., : call.p], call.of_ones(first).unsqueeze(-1)], dim=-1)
+    if scale is not None:
+        first = torch.nn.functional.pad(first * scale, (0, 1))
+    return out, first.contiguous()
+
+
+def pulled_back(call: ChunkCall, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[Tensor]:
+    """Gradients of the inputs `wanted`, by role and in order, from those of the operands, by name."""
+    known = call.program
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     made = {*known.direct, known.skip, *known.vectors}
     pulled = [a for a in known.inputs if a.role in wanted and a.role not in made]
@@ -302,13 +315,7 @@ def _backward(
         if operand is not None and a.step == 1:  # the kernels' rows are micro-steps, without an axis for them
             x = x.unsqueeze(2)
         out.append(gathered(a, x, like))
-    if state is None:
-        return out, call.empty(0)
-    if known.column:
-        first = torch.cat([first[..., : call.p], call.of_ones(first).unsqueeze(-1)], dim=-1)
-    if scale is not None:
-        first = torch.nn.functional.pad(first * scale, (0, 1))
-    return out, first.contiguous()
+    return out
 
 
 class _Differentiable(torch.autograd.Function):
