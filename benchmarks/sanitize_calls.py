@@ -243,9 +243,11 @@ class _Unasked:
 def reached(names=NAMES, dtypes=DTYPES[1:]):
     """Kernel -> the names whose calls launch it. In Triton's interpreter, where launches are noted and not run."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "set before Triton is imported"
+    from dsf.call import long
     from dsf.fuzz import judge
     from dsf.kernels.triton import operators
     from dsf.kernels.triton.schedule import Book
+    from dsf.triton import convolve
 
     found: dict[str, set[str]] = {}
     now = [""]
@@ -259,9 +261,13 @@ def reached(names=NAMES, dtypes=DTYPES[1:]):
     def unasked(recurrence: Any, case: Case, *rest: Any) -> Any:
         return truths(recurrence, case, *rest) if recurrence.spec.is_attention else [_Unasked()]
 
-    real, truths, empty = Book.launch, judge.truths, torch.empty_strided
+    def on_kernels(x: torch.Tensor) -> bool:  # the operators of convolutions ask for a GPU
+        return x.dtype != torch.float64
+
+    real, truths, empty, asked = Book.launch, judge.truths, torch.empty_strided, convolve.on_kernels
     operators.forget()
     Book.launch, judge.truths, torch.empty_strided = note, unasked, zeros
+    long.on_kernels = convolve.on_kernels = on_kernels
     try:
         for name in names:
             now[0] = name
@@ -275,5 +281,6 @@ def reached(names=NAMES, dtypes=DTYPES[1:]):
                         attempt(recurrence, case.case, "cpu", poison=False)
     finally:
         Book.launch, judge.truths, torch.empty_strided = real, truths, empty
+        long.on_kernels = convolve.on_kernels = asked
         operators.forget()  # schedules without launches
     return found

@@ -5,6 +5,7 @@ LAYERS: name -> (dtype -> calls, what they take). Calls give results by name; in
 
 import torch
 
+from dsf import long_convolution
 from dsf.checking.ranges import ranges_of
 from dsf.fuzz import Case
 from dsf.fuzz.inputs import numbers
@@ -129,6 +130,33 @@ def steps_in_place(*names):
     return make
 
 
+def convolved(*names):
+    """Calls and inputs of time-invariant systems by FFT, from a state and to one, too, and of a long convolution."""
+
+    def make(dtype):
+        case = Case(tokens=37, batch=2, heads=3, n=24, p=5, dtype=dtype)
+        parts = [drawn(name, case) for name in names]
+        rest = [torch.randn(shape).to(getattr(torch, dtype)) for shape in ((2, 37, 3, 5), (3, 37, 5))]
+
+        def calls(*inputs):
+            every, found = iter(inputs), {}
+            for recurrence, given in parts:
+                leaves = {n: next(every) for n in given}
+                exact = leaves[recurrence.spec.inputs[0].name].dtype == torch.float64
+                how = {"form": "recurrent" if exact else "convolution"}
+                y, last = recurrence(**leaves, return_state=True, **how)
+                with torch.no_grad():
+                    later, end = recurrence(**leaves, initial_state=last, return_state=True, **how)
+                found |= {recurrence.name: y, f"{recurrence.name}, state": last.detach()}
+                found |= {f"{recurrence.name}, from a state": later, f"{recurrence.name}, its end": end}
+            x, h = every
+            return found | {"long": long_convolution(x, h, form="naive" if x.dtype == torch.float64 else "auto")}
+
+        return calls, [*(x for _, given in parts for x in given.values()), *rest]
+
+    return make
+
+
 def shaped(calls, *shapes):
     """Calls and inputs of these shapes."""
     return lambda dtype: (calls, [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes])
@@ -138,6 +166,7 @@ LAYERS = {
     "layer-norm": shaped(norms, (2, 37, 40), (40,), (2, 37, 40)),
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
+    "time-invariant": convolved("s4d", "s4d_real", "h3"),
     "ranks-convolution": shaped(convolved_over_ranks, (2, 36, 40), (40, 4), (40,), (2, 40, 3)),
     "ranks-chunks": over_ranks("linear_attention", "ssd", "deltanet", "gated_deltanet"),
     "ranks-key-decays": over_ranks("gla", "kda", "rwkv7"),

@@ -88,8 +88,8 @@ class RankOne(Config):
 
 @dataclass(frozen=True, repr=False)
 class Chunk(RankOne):
-    """BK keys at a time. PARTS: the number of matrices in `mixed`, 4 where gradients will be computed. EXACT: solve the
-    triangle between rows, and multiply by it, in the dtype of products between rows.
+    """BK keys at a time. PARTS: the number of matrices in `mixed`, 4 where gradients will be computed. EXACT: products
+    with the inverse of the triangle between rows are as those between rows.
 
     LEFT, DECAY, OWN: printed functions that compute a, g and the summands of own (the bonus) in the kernel, or None.
     """
@@ -382,11 +382,8 @@ def rank_one_walk(kept, x, y, states, start, final, table, sizes, C: tl.constexp
         ).to(C.KIND)  # fmt: skip
         given = load_rows(x.at, x.token, rows, end, columns, C.P, C.BP, C.KIND)
         if y is not None:
-            out = tl.dot(
-                load_rows(kept.reads + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND),
-                seen,
-                input_precision=C.PRECISION,
-            )
+            reads = load_rows(kept.reads + block, C.N, local, C.L, keys, C.N, C.BN, C.KIND)
+            out = tl.dot(reads, seen, input_precision=C.PRECISION)
             factor = kept.factors + lane * length + chunk * C.L
             direct = load_half(
                 kept.mixed + at * C.PARTS * C.L, heads * C.PARTS * C.L, factor, rows, end, local, local, C.L, C.L
