@@ -1,5 +1,8 @@
 """Time-invariant systems as one operator, in Triton's interpreter, against their steps in float64."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from fourier_family import PRINTED, compare, drawn, gated_bank, results, spread_drive, uneven
@@ -8,6 +11,7 @@ from test_invariant import LINES, blocks, complex_bank, rank_one, sample, taps, 
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, exp, mixers, turn
+from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 from dsf.kernels.triton.operators import forget, noted
 from dsf.language.functions import maximum
 from dsf.triton import convolve
@@ -238,3 +242,25 @@ def test_a_call_makes_few_launches():
 
 def test_the_test_s_recurrences_are_those_of_the_convolution_form():
     assert all("convolution" in r.forms for r in (*PRINTED, *LINES))
+
+
+def test_a_dropped_declaration_is_freed_and_its_program_is_found_by_content(on_kernels):
+    def declare():
+        @dsf.recurrence
+        def dropped(x: Value, a: Param[Key], C: Param[Key]):
+            return System(A=exp(-exp(a)), B=x, C=C)
+
+        return dropped
+
+    r = declare()
+    inputs = {n: x.requires_grad_() for n, x in drawn(r).items()}
+    r(**inputs, form="convolution").sum().backward()
+    name, alive = convolve.program_of(r.spec)[1], weakref.ref(r.spec)
+    del r
+    gc.collect()
+    assert alive() is None
+    known = CONVOLUTIONS.pop(name)
+    with pytest.raises(dsf.DsfError, match="whose declaration"):
+        CONVOLUTIONS[name]
+    kept = declare()
+    assert CONVOLUTIONS[name] == known and name == convolve.program_of(kept.spec)[1]
