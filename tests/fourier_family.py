@@ -40,7 +40,26 @@ def half_read(x: Value, a: Param[Scalar], w: Param[Scalar], B: Param[Key]):
     return System(A=exp(-exp(a)) * turn(w), B=dsf.pair(1.0, 0.0) * x, C=dsf.pair(1.0, 0.0) * B)
 
 
-OWN = [gated_bank, entries, every_function, half_read, complex_bank, driven_entries]
+@dsf.recurrence
+def still_pairs(x: Value, a: Param[Pair], B: Param[Key], C: Param[Key]):
+    """Pairs that do not turn, but are written and read as pairs, by constants that float32 does not hold."""
+    number = where(a > 0, 0.1, 0.3) + maximum(a, 0.7)
+    return System(A=exp(-number), B=dsf.pair(1.0, 0.5) * B * x, C=dsf.quarter_turn(C))
+
+
+@dsf.recurrence
+def uneven(x: Value, a: Param[Key], B: Param[Key], C: Param[Key]):
+    """Pairs in B beside decays that differ within them: not printed."""
+    return System(A=exp(-exp(a)), B=dsf.pair(1.0, 0.5) * B * x, C=C)
+
+
+@dsf.recurrence
+def spread_drive(u: Pair, a: Param[Key], C: Param[Key]):
+    """One input for two entries: not printed."""
+    return System(A=exp(-exp(a)), B=u, C=C)
+
+
+OWN = [still_pairs, gated_bank, entries, every_function, half_read, complex_bank, driven_entries]
 PRINTED = [mixers.s4d, mixers.s4d_real, mixers.dss, mixers.lru, mixers.s5, mixers.h3, *OWN]
 TILE = 64  # tokens that are compared as one
 SIZES = {"lru": {"N": 2, "P": 2}, "s5": {"N": 2, "P": 2}, "s4d": {"P": 1}, "dss": {"P": 1}, "h3": {"P": 1}}

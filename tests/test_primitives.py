@@ -26,7 +26,7 @@ ARITY = {
 }
 
 
-MADE = {"taylor_features", "prev", "spread", *BY_TORCH}  # evaluated by torch alone
+MADE = {"taylor_features", "prev", "spread", *BY_TORCH} - {"sin", "cos"}  # evaluated by torch alone
 
 
 def leaf(name: str, axes: frozenset[str]) -> Expr:

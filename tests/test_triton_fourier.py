@@ -1,13 +1,19 @@
 """Time-invariant systems as one operator, in Triton's interpreter, against their steps in float64."""
 
+import gc
+import weakref
+
 import pytest
 import torch
-from fourier_family import PRINTED, compare, drawn, gated_bank, results
+from fourier_family import PRINTED, compare, drawn, gated_bank, results, spread_drive, uneven
 from interpreted import interpreted
 from test_invariant import LINES, blocks, complex_bank, rank_one, sample, taps, two_steps
 
-from dsf import mixers
+import dsf
+from dsf import Key, Param, Scalar, System, Value, exp, mixers, turn
+from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 from dsf.kernels.triton.operators import forget, noted
+from dsf.language.functions import maximum
 from dsf.triton import convolve
 from dsf.triton.choose import elsewhere
 
@@ -51,6 +57,20 @@ def test_half_precisions_are_rounded_once(r, on_kernels):
     got = results(r, inputs, "convolution")
     assert got["y"].dtype == torch.bfloat16 and all(got[n].dtype == x.dtype for n, x in inputs.items())
     compare(r, inputs, got, results(r, {n: x.double() for n, x in inputs.items()}, "recurrent"), 2.0**-7)
+
+
+@dsf.recurrence
+def many_turns(x: Value, a: Param[Scalar], w: Param[Scalar], B: Param[Key], C: Param[Key]):
+    """By an angle that float32 does not hold, of a number or a Param."""
+    return System(A=exp(-exp(a)) * turn(maximum(w, 0.7)), B=B * x, C=C)
+
+
+@pytest.mark.parametrize("angle", [0.0, 2.5])
+def test_angles_keep_their_digits_over_many_turns(angle, on_kernels):
+    inputs = drawn(many_turns, B=1, T=3000, H=1, P=1)
+    inputs |= {"a": torch.full((1,), -9.0), "w": torch.full((1,), angle)}
+    exact = many_turns(**{n: x.double() for n, x in inputs.items()}, form="convolution")
+    compare(many_turns, inputs, {"y": many_turns(**inputs, form="convolution")}, {"y": exact}, 3e-6)
 
 
 def test_params_of_any_strides_and_gradients_of_some(on_kernels):
@@ -176,7 +196,10 @@ def slopes(x, leaves):
     return torch.autograd.grad(x, leaves, retain_graph=True, materialize_grads=True)
 
 
-@pytest.mark.parametrize("r", [blocks, rank_one, two_steps, taps, mixers.s4], ids=lambda r: r.name)
+NOT_PRINTED = [blocks, rank_one, two_steps, taps, uneven, spread_drive, mixers.s4]
+
+
+@pytest.mark.parametrize("r", NOT_PRINTED, ids=lambda r: r.name)
 def test_what_is_not_printed_runs_on_torch(r, on_kernels):
     assert isinstance(convolve.program_of(r.spec), str)
     inputs = sample(r, T=20, dtype=torch.float32)
@@ -219,3 +242,25 @@ def test_a_call_makes_few_launches():
 
 def test_the_test_s_recurrences_are_those_of_the_convolution_form():
     assert all("convolution" in r.forms for r in (*PRINTED, *LINES))
+
+
+def test_a_dropped_declaration_is_freed_and_its_program_is_found_by_content(on_kernels):
+    def declare():
+        @dsf.recurrence
+        def dropped(x: Value, a: Param[Key], C: Param[Key]):
+            return System(A=exp(-exp(a)), B=x, C=C)
+
+        return dropped
+
+    r = declare()
+    inputs = {n: x.requires_grad_() for n, x in drawn(r).items()}
+    r(**inputs, form="convolution").sum().backward()
+    name, alive = convolve.program_of(r.spec)[1], weakref.ref(r.spec)
+    del r
+    gc.collect()
+    assert alive() is None
+    known = CONVOLUTIONS.pop(name)
+    with pytest.raises(dsf.DsfError, match="whose declaration"):
+        CONVOLUTIONS[name]
+    kept = declare()
+    assert CONVOLUTIONS[name] == known and name == convolve.program_of(kept.spec)[1]

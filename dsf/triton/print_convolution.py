@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dsf.kernels.triton.fourier.operator import Convolution
 from dsf.kernels.triton.pointwise.programs import Access
 from dsf.language.annotations import Kind
-from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of
+from dsf.language.expr import IN_PAIRS, KEY, REDUCTIONS, VALUE, Expr, children_first, const, inputs_of
 from dsf.language.invariant import Still
 from dsf.language.operator import times
 from dsf.language.primitives import derivatives
@@ -81,7 +81,7 @@ def _numbers(spec: Spec, still: Still) -> tuple[Expr, bool, Numbers]:
     if not still.diagonal or len(still.steps) != 1:
         raise Unprintable("A is not one diagonal")
     ((factors, drives),) = still.steps
-    turned = any(n.angle is not ZERO for n in factors)
+    pairs = {} if frame is None else {node: source for source, node in frame.pairs}
     bases = {x.moving.args[0] if x.moving.op == "quarter_turn" else x.moving for x in drives}
     if len(bases) != 1:
         raise Unprintable("several inputs drive the state")
@@ -89,8 +89,14 @@ def _numbers(spec: Spec, still: Still) -> tuple[Expr, bool, Numbers]:
     keyed = KEY in drive.axes
     if drive.axes != ({KEY} if keyed else {VALUE}):
         raise Unprintable("the drive is neither one number a channel nor one an entry")
-    split = Split(turned, {} if frame is None else {node: source for source, node in frame.pairs})
-    found = numbers_of(still, split, [(x.fixed, x.moving.op == "quarter_turn") for x in drives], keyed)
+    if any(x in pairs for x in inputs_of(drive, still.gate, still.of.system.D)):
+        raise Unprintable("an input of tokens has one entry for two of the state")
+    parts = [still.read, *(e for n in factors for e in (n.decay, n.angle))]
+    parts += [e for x in drives for e in (x.fixed, x.moving)]
+    turned = any(n.angle is not ZERO for n in factors)
+    turned = turned or any(x in pairs or x.op in IN_PAIRS for x in children_first(*parts))
+    written = [(x.fixed, x.moving.op == "quarter_turn") for x in drives]
+    found = numbers_of(still, Split(turned, pairs), written, keyed)
     return drive, keyed, found
 
 

@@ -9,6 +9,7 @@ So nothing here has axes: every expression is one number for a head, a pair (or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class Split:
 
     def _split(self, node: Expr) -> tuple[Expr, Expr]:
         if node.is_constant:
+            if not math.isfinite(node.value):
+                raise Unprintable(f"{node.value} is not printed")
             return node, node
         if node.op == "input":
             return self._input(node)
@@ -119,9 +122,12 @@ def numbers_of(still: Still, split: Split, writes: Sequence[tuple[Expr, bool]], 
     for fixed, turned in writes:
         into = quarter if turned else straight
         into[:] = [a + b for a, b in zip(into, split(fixed), strict=True)]
+    logs = split(log)
     if not split.turned:
-        return Numbers((split(log)[0], read[0], straight[0]), False)
-    own = (split(log)[0], split(angle)[0], *read)
+        return Numbers((logs[0], read[0], straight[0]), False)
+    if logs[0] is not logs[1]:
+        raise Unprintable("A differs within pairs of entries that something else takes as pairs")
+    own = (logs[0], split(angle)[0], *read)
     if not keyed:
         return Numbers((*own, *straight), True)
     # u = (u0, u1) writes (f0 u0, f1 u1), its quarter turn (-u1, u0) writes (-g0 u1, g1 u0)
@@ -153,7 +159,8 @@ class Doubles:
             text = f"1.0 / tl.sqrt({args[0]})"
         elif node.op == "pow":
             text = self._power(args[0], node.args[1].value)
-        else:
+        else:  # a number alone would be float32 there
+            args = [f"zero + {x}" if a.is_constant else x for a, x in zip(node.args, args, strict=True)]
             text = f"{CALLS[node.op]}({', '.join(args)})"
         self.text[node] = name = f"v{len(self.lines)}"
         self.lines.append(f"{name} = {text}")

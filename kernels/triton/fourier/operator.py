@@ -28,7 +28,7 @@ from dsf.kernels.triton.pointwise.programs import Access, arguments_of
 from dsf.kernels.triton.registry import Registry
 
 TOKENS, COLUMNS, WARPS = 32, 64, 8  # of a tile
-SPAN = 8  # tiles of tokens of a program that sums over them
+SPAN = 4  # tiles of tokens of a program that sums over them
 
 
 @dataclass(frozen=True)
@@ -121,20 +121,23 @@ class Call:
 
     def run(self, name: str, keyed: bool) -> None:
         """Run a printed function over all tokens and columns."""
-        sums = any(a.summed for a in self.known.accesses[name])
         width, f = self.n if keyed else self.p, self.known.functions
-        parts = -(-self.heads * width // COLUMNS)
+        parts, segments, sums = -(-self.heads * width // COLUMNS), self.segments(name), self.sums(name)
         launch(
-            over_rows, (self.batch * parts, self.segments), self.arguments(name), self.tokens, TOKENS * SPAN,
-            self.segments, parts, body=getattr(f, name), zeros=getattr(f, f"{name}_zeros") if sums else no_sums,
+            over_rows, (self.batch * parts, segments), self.arguments(name), self.tokens,
+            TOKENS * SPAN if sums else TOKENS, segments, parts, body=getattr(f, name),
+            zeros=getattr(f, f"{name}_zeros") if sums else no_sums,
             finish=getattr(f, f"{name}_finish") if sums else no_finish, H=self.heads, W=width, K=TOKENS, C=COLUMNS,
             KEYED=keyed, num_warps=WARPS,
         )  # fmt: skip
 
-    @property
-    def segments(self) -> int:
-        """Programs along time of `run`."""
-        return -(-self.tokens // (TOKENS * SPAN))
+    def sums(self, name: str) -> bool:
+        """Whether a printed function sums over tokens."""
+        return any(a.summed for a in self.known.accesses[name])
+
+    def segments(self, name: str) -> int:
+        """Programs along time that run a printed function."""
+        return -(-self.tokens // (TOKENS * SPAN if self.sums(name) else TOKENS))
 
     def arguments(self, name: str) -> tuple[Any, ...]:
         """Addresses and strides of what a printed function reads and stores."""
@@ -240,7 +243,7 @@ def gradients_of_moving(call: Call, spectra: Tensor | None, needs: Sequence[bool
         return []
     call.tensors[".du"] = call.in_time(rows_of(spectra, call.points), call.width)
     for a, x, need in zip(call.known.moving, call.moving, needs, strict=True):
-        shape = x.shape if a.time else (call.batch * call.segments, *x.shape)
+        shape = x.shape if a.time else (call.batch * call.segments("adjoint"), *x.shape)
         dtype = x.dtype if a.time else torch.float32
         call.tensors[f".grad_{a.role}"] = call.like.new_empty(shape, dtype=dtype) if need else None
     call.run("adjoint", call.known.keyed)
