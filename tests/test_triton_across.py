@@ -13,9 +13,10 @@ from test_triton_sums import blocks, outcome
 
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.kernels.triton.chunk.across_ops import across_mixer, across_mixer_backward
 from dsf.mixers import get
 from dsf.parallel import Simulated
-from dsf.triton import across, choose
+from dsf.triton import across, choose, chunk
 
 pytestmark = interpreted
 CHUNK = 16
@@ -91,6 +92,16 @@ def test_decays_of_any_strength(scale):
     state = state_of()
     found = outcome(given_channels, given, state, torch.float32, form="chunk", backend="triton")
     assert_same(found, outcome(given_channels, given, state, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_large_and_small_numbers_under_strong_decays(size):
+    """Of a chunk's 16 rows, whose decays multiply to 2^-105: products stay within float32's range."""
+    given = sample(fading_channels, tokens=37)
+    given |= {name: size * given[name] for name in "qkv"} | {"a": given["a"] / 8 - 4.5}
+    found = fading_channels(**{n: x.float() for n, x in given.items()}, form="chunk", backend="triton") / size**3
+    expected = fading_channels(**given, form="naive") / size**3
+    assert_same({"y": found}, {"y": expected})
 
 
 def test_decays_that_are_zero():
@@ -172,6 +183,17 @@ def test_bfloat16_errs_about_as_one_rounding(monkeypatch, shift, limit):
     given["a"] = given["a"] + shift
     times = ratios(fading_channels, {name: x.bfloat16() for name, x in given.items()})
     assert max(times.values()) < limit and times["y"] < 1.05, times
+
+
+def test_operators_pass_opcheck():
+    given = {name: x.float() for name, x in sample(given_channels, tokens=9).items()}
+    of, state = across.transposed(given_channels.spec), state_of(n=4, p=3).float()
+    operands, name = [given[i.name] for i in of.inputs[:-1]], chunk.program_of(of)[1]
+    kinds = "test_schema", "test_faketensor"
+    torch.library.opcheck(across_mixer, (operands, given["q"], state, name, True), test_utils=kinds)
+    y, final, saved = across_mixer(operands, given["q"], state, name, True)
+    call = torch.ones_like(y), torch.ones_like(final), operands, given["q"], state, saved, name, [True] * len(operands)
+    torch.library.opcheck(across_mixer_backward, call, test_utils=kinds)
 
 
 CASES = {
