@@ -134,7 +134,7 @@ def cases(dtype):
 def cases_of(recurrence, dtype):
     """The cases that a recurrence has: with its inputs, an even N for turns, without attention's caches (torch's).
 
-    Decays by channel have as many keys as chunks are chosen for, in half precisions; in float32 they are scanned.
+    Decays by channel have as many keys as chunks are chosen for, in bfloat16; in float32 they are scanned.
     """
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time and KEY in i.kind.axes}
     given, found = {i.name for i in recurrence.spec.inputs} | {"dy"}, {}

@@ -1,5 +1,6 @@
 """Decays along the Value axis by chunks of the transposed state, in Triton's interpreter, beside the float64 oracle."""
 
+import re
 from dataclasses import replace
 
 import mixer_inputs
@@ -13,9 +14,10 @@ from test_triton_sums import blocks, outcome
 
 from dsf.fuzz import Case, attempt
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.kernels.triton.chunk.across_ops import across_mixer, across_mixer_backward
 from dsf.mixers import get
 from dsf.parallel import Simulated
-from dsf.triton import across, choose
+from dsf.triton import across, choose, chunk
 
 pytestmark = interpreted
 CHUNK = 16
@@ -59,28 +61,25 @@ def test_decays_by_channel_equal_the_oracle(recurrence, tokens):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
-def test_chunks_are_asked_for_or_chosen_where_they_pay():
-    """Half precisions from 32 entries of one axis and 64 of the other on; the scan walks others, and if it is asked."""
+CHOSEN = (
+    {},
+    {"N": 32},
+    {"P": 32},
+    {"N": 32, "P": 256},
+    {"form": "chunk", "N": 3},
+    {"form": "chunk", "dtype": torch.half},
+)
+SCANNED = ({"N": 16}, {"P": 16}, {"N": 32, "P": 32}, {"dtype": torch.float16}, {"dtype": torch.float32}, {"P": 300},
+           {"P": 300, "form": "chunk"}, {"form": "scan"}, {"form": "recurrent"})  # fmt: skip
 
-    def kernel(r=fading_channels, form="auto", dtype=torch.bfloat16, **sizes):
-        sizes = {"T": 100, "N": 64, "P": 64} | sizes
-        plan = r.plan(**sizes, dtype=dtype, form=form, device="cuda")
-        return "chunks" if "chunk walk" in plan.kernel and "transposed" in plan.kernel else plan.kernel
 
+@pytest.mark.parametrize(("calls", "kernel"), [(CHOSEN, "chunk walk .* of the transposed"), (SCANNED, "fused scan")])
+def test_chunks_are_asked_for_or_chosen_where_they_pay(calls, kernel):
+    """bfloat16 from 32 entries of one axis and 64 of the other on; the scan walks others, and if it is asked."""
     with choose.elsewhere():
-        asked = {"form": "chunk", "N": 3, "P": 4}, {"form": "chunk", "dtype": torch.float32}
-        for chosen in ({}, {"dtype": torch.float16}, {"N": 32}, {"P": 32}, {"N": 32, "P": 256}, *asked):
-            assert kernel(**chosen) == "chunks", chosen
-        others = (
-            {"N": 16},
-            {"P": 16},
-            {"N": 32, "P": 32},
-            {"dtype": torch.float32},
-            {"P": 300},
-            {"P": 300, "form": "chunk"},
-        )
-        for other in (*others, {"form": "scan"}, {"form": "recurrent"}):
-            assert kernel(**other).startswith("fused scan"), other
+        for call in calls:
+            how = {"T": 100, "N": 64, "P": 64, "dtype": torch.bfloat16, "device": "cuda"} | call
+            assert re.match(kernel, fading_channels.plan(**how).kernel), call
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 3.0, 30.0])
@@ -91,6 +90,16 @@ def test_decays_of_any_strength(scale):
     state = state_of()
     found = outcome(given_channels, given, state, torch.float32, form="chunk", backend="triton")
     assert_same(found, outcome(given_channels, given, state, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_large_and_small_numbers_under_strong_decays(size):
+    """Of a chunk's 16 rows, whose decays multiply to 2^-105: products stay within float32's range."""
+    given = sample(fading_channels, tokens=37)
+    given |= {name: size * given[name] for name in "qkv"} | {"a": given["a"] / 8 - 4.5}
+    found = fading_channels(**{n: x.float() for n, x in given.items()}, form="chunk", backend="triton") / size**3
+    expected = fading_channels(**given, form="naive") / size**3
+    assert_same({"y": found}, {"y": expected})
 
 
 def test_decays_that_are_zero():
@@ -172,6 +181,17 @@ def test_bfloat16_errs_about_as_one_rounding(monkeypatch, shift, limit):
     given["a"] = given["a"] + shift
     times = ratios(fading_channels, {name: x.bfloat16() for name, x in given.items()})
     assert max(times.values()) < limit and times["y"] < 1.05, times
+
+
+def test_operators_pass_opcheck():
+    given = {name: x.float() for name, x in sample(given_channels, tokens=9).items()}
+    of, state = across.transposed(given_channels.spec), state_of(n=4, p=3).float()
+    operands, name = [given[i.name] for i in of.inputs[:-1]], chunk.program_of(of)[1]
+    kinds = "test_schema", "test_faketensor"
+    torch.library.opcheck(across_mixer, (operands, given["q"], state, name, True), test_utils=kinds)
+    y, final, saved = across_mixer(operands, given["q"], state, name, True)
+    call = torch.ones_like(y), torch.ones_like(final), operands, given["q"], state, saved, name, [True] * len(operands)
+    torch.library.opcheck(across_mixer_backward, call, test_utils=kinds)
 
 
 CASES = {

@@ -6,10 +6,10 @@ keys, so that its decays lie on the Key axis. They give o_t = Z_tᵀ Q_t; here i
     y_i = exp(G_i) ∘ (Z_0 x_i) + Σ_{j ≤ i} (x_i·v_j) exp(G_i - G_j) ∘ k_j
 
 The decay stands on the axis of the result. So the products x_i·v_j are free of it and found once for all keys, and it
-scales the rows k_j before and the sums after the product with them. Where -G_i is at most REACH, the scales are
-exp(-G_j) and exp(G_i): no bit of y depends on later rows, and numbers keep 2^48 of float32's range. The other entries
-of y are computed by the blocks of keywise.py, in a second launch, whose programs look for them in several chunks each.
-The product of a row with itself is left out of both and added unrounded.
+scales the rows k_j before and the sums after the product with them. Where -G_i is at most NEAR, the scales are
+exp(-G_j) and exp(G_i), shifted by a power of two so that numbers keep 2^48 of float32's range. No bit of y depends on
+later rows. The other entries of y are computed by the blocks of keywise.py, in a second launch, whose programs look for
+them in several chunks each. The product of a row with itself is left out of both and added unrounded.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ from dsf.kernels.triton.chunk.tiles import (
 )
 from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import of_head
+
+NEAR = tl.constexpr(110.0)  # a chunk of 64 rows whose gates are sigmoids of normal numbers reaches 75
+SHIFT = tl.constexpr(30.0)
+SHIFTED = tl.constexpr(2.0**-30)
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,7 +101,7 @@ def prepare_across(k, g, running, first_levels, writes, rest, table, sizes, C: t
 
 @triton.jit
 def read_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.constexpr):
-    """y [B, T, H, N] of one chunk, BK keys of it; entries with -G beyond REACH are written by read_far_across."""
+    """y [B, T, H, N] of one chunk, BK keys of it; entries with -G beyond NEAR are written by read_far_across."""
     BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     chunk, lane = tl.program_id(0) // BLOCKS, tl.program_id(1).to(tl.int64)
     local, keys = tl.arange(0, C.L), tl.program_id(0) % BLOCKS * C.BK + tl.arange(0, C.BK)
@@ -108,8 +112,9 @@ def read_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.conste
     more = load_chunk(at.rest, local, keys, C.N, C.BK) if C.FINE else own
     rows_k = _rows_of(k, begin, end, lane, local, keys, sizes, C)
     weights = rounded(tl.where(local[:, None] > local[None, :], pairs, 0.0), C.BETWEEN, C.PRECISION)
-    source = rounded(rows_k * power(tl.minimum(-own, REACH), -more, C.FINE), C.BETWEEN, C.PRECISION)
-    out = tl.dot(weights, source, read, input_precision=C.PRECISION) * power(own, more, C.FINE)
+    source = rounded(rows_k * power(tl.minimum(-own, NEAR) - SHIFT, -more, C.FINE), C.BETWEEN, C.PRECISION)
+    out = tl.dot(weights, source, read * SHIFTED, input_precision=C.PRECISION)
+    out *= power(own + SHIFT, more, C.FINE)
     out += _diagonal(pairs, local)[:, None] * rows_k
     to = y + (lane // sizes.heads * sizes.tokens * sizes.heads + lane % sizes.heads) * C.N
     store_rows(to, sizes.heads * C.N, begin + local, end, keys, C.N, C.BK, out)
@@ -117,7 +122,7 @@ def read_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.conste
 
 @triton.jit
 def read_far_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.constexpr):
-    """The entries of y with -G beyond REACH, in GROUP chunks."""
+    """The entries of y with -G beyond NEAR, in GROUP chunks."""
     BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     lane = tl.program_id(1).to(tl.int64)
     local, keys = tl.arange(0, C.L), tl.program_id(0) % BLOCKS * C.BK + tl.arange(0, C.BK)
@@ -125,7 +130,7 @@ def read_far_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.co
     y += (lane // sizes.heads * sizes.tokens * sizes.heads + lane % sizes.heads) * C.N
     for chunk in tl.range(first, tl.minimum(first + GROUP, sizes.length // C.L), num_stages=1):
         at = running_of(running, chunk, lane, sizes, C)
-        if tl.min(load_row(at.at, C.L - 1, keys, C.N), axis=0) < -REACH:
+        if tl.min(load_row(at.at, C.L - 1, keys, C.N), axis=0) < -NEAR:
             begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
             out, pairs = _products(x, v, scalars, states, table, chunk, begin, end, lane, keys, sizes, C)
             own = load_chunk(at.at, local, keys, C.N, C.BK)
@@ -139,7 +144,7 @@ def read_far_across(x, k, v, scalars, running, states, y, table, sizes, C: tl.co
                 met = tl.where((meet >> level) == 1, weights, 0.0)
                 out += tl.dot(met, source, input_precision=C.PRECISION) * reader
             rows = begin + local
-            far = (rows[:, None] < end) & (keys[None, :] < C.N) & (own < -REACH)
+            far = (rows[:, None] < end) & (keys[None, :] < C.N) & (own < -NEAR)
             place = rows[:, None].to(tl.int64) * (sizes.heads * C.N) + keys[None, :]
             tl.store(y + place, out.to(y.dtype.element_ty), mask=far)
 
