@@ -37,7 +37,6 @@ from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.structs import Numbers, Rows, Sizes
 
 Function = tuple[Any, tuple[Any, ...]]  # a printed one, with its pointers and strides
-EXACT = True  # bfloat16 keys that repeat cancel in the triangle's inverse, whose roundings then add up
 SPAN = 60.0  # most that log decays of a chunk may sum to if its rows are to meet at once, by factors up to e^60
 
 
@@ -63,6 +62,7 @@ class _Call:
         self.finer = self.terms.state_dtype  # of what halves.py keeps, too
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN * group  # one row of a group has a decay
+        self.exact = floor == 0.0  # no decays: where keys repeat, the roundings of a whole chunk add up
         kind, precision = arithmetic(q.dtype, True)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
         self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision, group
@@ -150,7 +150,7 @@ def _make_chunks(
     t = call.tiles
     functions, given = call.printed(made, "left", "decay", "own")
     beside = Numbers() if own is None else Numbers(own, *own.stride())
-    chunk = Chunk(*call.common, call.block, call.parts(kept), EXACT, *functions)
+    chunk = Chunk(*call.common, call.block, call.parts(kept), call.exact, *functions)
     launch(
         rank_one_chunk, (call.chunks, call.lanes),
         *map(call.struct, vectors), beside, given, kept, call.chunk_table, call.sizes,

@@ -130,7 +130,9 @@ def combine_segments(
     local += at
     starts += at
     onward = -1 if REVERSE else 1
-    first, last = low + (1 if REVERSE else 0), stop - (0 if REVERSE else 1)  # the last one's effect nobody needs
+    # what comes after the last first state that is stored is neither needed nor, in all calls, computed
+    first = (low + EVERY) // EVERY * EVERY if REVERSE else low
+    last = stop if REVERSE else (stop - 1) // EVERY * EVERY
     for step in range(0, stop - low, 4):  # what four pieces do is asked for at once
         piece = stop - 1 - step if REVERSE else low + step
         a = _of_piece(local, passed, piece, first, last, size, inside, N)
@@ -184,14 +186,16 @@ def combine_moves(
         first = starts + segment * N * P
         tl.store(first + place, state, mask=inside)
         tl.debug_barrier()  # it is read again, by other threads
-        state = tl.load(local + segment * N * P + place, mask=inside, other=0.0)
+        more = step + 1 < stop - low  # no state is stored behind the last segment, nor is it computed
+        state = tl.load(local + segment * N * P + place, mask=inside & more, other=0.0)
         for block in tl.range(0, BN, BK, num_stages=2):
             inner = block + tl.arange(0, BK)
             if REVERSE:
                 at = inner[None, :] * N + keys[:, None]
             else:
                 at = keys[:, None] * N + inner[None, :]
-            move = tl.load(moves + segment * N * N + at, mask=(keys[:, None] < N) & (inner[None, :] < N), other=0.0)
+            there = (keys[:, None] < N) & (inner[None, :] < N) & more
+            move = tl.load(moves + segment * N * N + at, mask=there, other=0.0)
             rows = (inner[:, None] < N) & (columns[None, :] < P)
             part = tl.load(first + inner[:, None] * P + columns[None, :], mask=rows, other=0.0)
             state = tl.dot(move, part, state, input_precision=PRECISION)
