@@ -22,12 +22,12 @@ import triton
 from declared import OWN
 from front_end import FrontEnd
 from gpu_matrix import recurrence_of
-from machine_code import disassembled, unwritten
 from triton.backends.compiler import GPUTarget
 
 from dsf import Packing
 from dsf.kernels.triton.chunk import matrix, walks
 from dsf.kernels.triton.chunk import table as chunks
+from dsf.kernels.triton.machine_code import disassembled, unwritten
 from dsf.kernels.triton.operators import noted
 from dsf.kernels.triton.scan import table as scans
 from dsf.language.errors import DsfError

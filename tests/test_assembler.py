@@ -1,4 +1,4 @@
-"""ptxas: an older release than SOUND is replaced by a later one of the same Triton, or warned of."""
+"""ptxas: an older release than SOUND is replaced by a later one of the same Triton, or what it makes is held."""
 
 import importlib
 import sys
@@ -12,11 +12,19 @@ import torch
 pytest.importorskip("triton")
 
 import dsf
-from dsf.kernels.triton import assembler, operators
+from dsf.kernels.triton import assembler, machine_code, operators
 from dsf.kernels.triton.chunk import matrix
 from dsf.triton.choose import elsewhere
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+FAULTY = """
+        /*0010*/                   UMOV UR20, 0x4000 ;
+        /*0020*/                   UIADD3 UR34, UP0, UR34, 0x40, URZ ;
+        /*0030*/                   UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;
+"""
 
 
 def tools(**releases):
@@ -40,18 +48,24 @@ def test_a_sound_assembler_is_taken_and_triton_asks_for_its_release_again(monkey
 
 
 @pytest.mark.parametrize("made", [tools(ptxas="12.8"), tools(ptxas="12.8", ptxas_blackwell="12.8")])
-def test_where_there_is_none_a_warning_says_what_to_do(monkeypatch, made):
+def test_where_there_is_none_kernels_are_held(monkeypatch, made):
+    """A kernel of a Hopper GPU that reads what nobody wrote is refused, with the remedy; others are read once."""
     monkeypatch.setattr(assembler.triton, "knobs", made)
-    with pytest.warns(UserWarning, match="ptxas 12.8 .* TRITON_PTXAS_PATH"):
-        assembler.choose_assembler()
+    assembler.choose_assembler()
+    assert not assembler.is_sound() and made.nvidia.ptxas.path == "/ptxas"
+    texts, read = {b"wrong": FAULTY, b"right": "/*0010*/ UMOV UR20, 0x4000 ;"}, []
+    monkeypatch.setattr(assembler, "disassembled", lambda cubin: read.append(cubin) or texts[cubin])
+    monkeypatch.setattr(assembler, "_right", set())
 
+    def kernel(code, arch=90):
+        about = SimpleNamespace(name="walk", target=SimpleNamespace(arch=arch))
+        return SimpleNamespace(metadata=about, hash=code, asm={"cubin": code})
 
-FAULTY = """
-        /*0010*/                   UMOV UR20, 0x4000 ;
-        /*0020*/                   UIADD3 UR34, UP0, UR34, 0x40, URZ ;
-        /*0030*/                   UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT ;
-        /*0040*/                   HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;
-"""
+    for given in (kernel(b"right"), kernel(b"right"), kernel(b"wrong", 80), None):
+        assembler.hold(given)
+    assert read == [b"right"]
+    with pytest.raises(RuntimeError, match=r"ptxas 12\.8 .* kernel walk wrongly.*TRITON_PTXAS_PATH"):
+        assembler.hold(kernel(b"wrong"))
 
 
 @pytest.fixture
@@ -64,8 +78,8 @@ def benchmarks(monkeypatch):
             del sys.modules[name]
 
 
-def test_reads_of_registers_that_nobody_wrote_are_found(benchmarks):
-    found = benchmarks("machine_code").unwritten
+def test_reads_of_registers_that_nobody_wrote_are_found():
+    found = machine_code.unwritten
     assert found(FAULTY) == ["UIADD3 UR34, UP0, UR34, 0x40, URZ", "UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT"]
     assert not found(FAULTY.replace(", UR34, 0x40", ", UR20, 0x40").replace("UR35, -", "URZ, -"))
     assert found("/*0040*/ HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;")
@@ -75,7 +89,7 @@ def test_gradients_of_shared_heads_read_no_register_that_nobody_wrote(monkeypatc
     """ptxas 12.8 made such code of this kernel, at these sizes: gradients of queries were wrong on an H100."""
     if assembler.triton.knobs.runtime.interpret:
         pytest.skip("needs a process that does not interpret kernels")
-    front_end, code = benchmarks("front_end").FrontEnd(), benchmarks("machine_code")
+    front_end = benchmarks("front_end").FrontEnd()
     monkeypatch.setattr(matrix, "limits", lambda device: (232_448, 132))
     monkeypatch.setattr(matrix, "sharing", lambda *_: 2)
     shapes = {"q": (1, 131, 2, 24), "k": (1, 131, 2, 24), "v": (1, 131, 4, 40)}
@@ -89,5 +103,5 @@ def test_gradients_of_shared_heads_read_no_register_that_nobody_wrote(monkeypatc
     launches = [x for schedule in schedules for x in schedule.launches if x.kernel.fn.__name__ == "shared_gradient"]
     assert len(launches) == 1
     kernel = front_end.compiled(front_end.of(launches[0]))
-    text = code.disassembled(kernel.asm["cubin"])
-    assert "HGMMA" in text and not code.unwritten(text)
+    text = machine_code.disassembled(kernel.asm["cubin"])
+    assert "HGMMA" in text and not machine_code.unwritten(text)

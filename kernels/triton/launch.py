@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import dsf.kernels.triton.interpreter  # noqa: F401  # mends it before a kernel runs
 from dsf.kernels.recent import Recent
-from dsf.kernels.triton.assembler import choose_assembler
+from dsf.kernels.triton.assembler import choose_assembler, hold, is_sound
 from dsf.kernels.triton.launcher import launcher, mend_loading, prove, proven
 from dsf.kernels.triton.player import function
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
@@ -80,6 +80,8 @@ def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
     if not capturing:
         prove()
         _compile(schedule.launches)
+        if not (triton.knobs.runtime.interpret or is_sound()):
+            _hold(schedule.launches)
     return function(schedule, functools.partial(runner, capturing=capturing)), not capturing
 
 
@@ -89,15 +91,26 @@ def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tupl
         key = _key(x)
         found = _ready.get(key)
         if found is None and not capturing:
-            compiled = x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
-            if hasattr(compiled, "result"):  # the caller compiles on other threads
-                compiled = compiled.result()
+            compiled = _compiled(x)
             if compiled is not None:  # None if a hook prevented it
                 found = compiled, tuple(x.named[name] for name in x.kernel.arg_names[len(x.args) :])
                 _ready.put(key, found)
         if found is not None:
             return functools.partial(launcher, found[0]), found[1]
     return lambda grid: functools.partial(x.kernel[grid], **x.named), None
+
+
+def _compiled(x: Launch) -> Any:
+    """The kernel of a launch, which Triton compiles if it has not; None if a hook prevents that."""
+    compiled = x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
+    return compiled.result() if hasattr(compiled, "result") else compiled  # the caller compiles on other threads
+
+
+def _hold(launches: Iterable[Launch]) -> None:
+    """Raise RuntimeError for a kernel that the assembler made wrong (`assembler.hold`)."""
+    for x in launches:
+        if isinstance(x.kernel, JITFunction):
+            hold(_compiled(x))
 
 
 def _key(x: Launch) -> Any:

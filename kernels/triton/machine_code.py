@@ -1,13 +1,16 @@
 """What an assembler made of a kernel: reads of uniform registers that nobody wrote before. Needs no GPU.
 
-ptxas 12.8 makes such reads in code for Hopper's matrix products (kernels/triton/assembler.py). A register counts as
+ptxas 12.8 makes such reads in code for Hopper's matrix products (assembler.py). A register counts as
 written from the first instruction on, in the order of the text, that writes it; so code is not found faulty that only
 some ways through it leave unwritten.
 """
 
+from __future__ import annotations
+
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import triton
@@ -16,7 +19,7 @@ WRITERS = ("U", "R2UR", "S2UR", "LDCU", "REDUX")  # operations whose first opera
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 
 
-def disassembled(cubin):
+def disassembled(cubin: bytes) -> str:
     """The instructions of a compiled kernel, as text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -27,16 +30,18 @@ def disassembled(cubin):
     return done.stdout
 
 
-def unwritten(text):
+def unwritten(text: str) -> list[str]:
     """The instructions that read a uniform register before any instruction has written it."""
-    known, found = set(), []
+    known: set[int] = set()
+    found = []
     for line in text.splitlines():
         match = INSTRUCTION.search(line)
         if match is None or "UR" not in match.group(1):
             continue
         operation, _, rest = match.group(1).partition(" ")
         operands = [x.strip() for x in re.split(r",(?![^\[]*\])", rest)]
-        written, first = set(), re.fullmatch(r"UR(\d+)", operands[0])
+        written: set[int] = set()
+        first = re.fullmatch(r"UR(\d+)", operands[0])
         if first and operation.startswith(WRITERS):
             count = 4 if ".128" in operation else 2 if ".64" in operation or "WIDE" in operation else 1
             written, operands = {int(first.group(1)) + i for i in range(count)}, operands[1:]
@@ -47,7 +52,7 @@ def unwritten(text):
     return found
 
 
-def _registers(operation, operands, place):
+def _registers(operation: str, operands: Sequence[str], place: int) -> Iterator[int]:
     """The uniform registers of an operand; 64 bits are a pair. A matrix's descriptor is a pair too, B's the second."""
     uniform = operation.startswith("U")
     wide = uniform and (".64" in operation or ("WIDE" in operation and place == 2))  # what is added to a wide product
