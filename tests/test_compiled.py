@@ -301,8 +301,9 @@ FAMILIES = {
             "turned attention": of(turned),
         },
         (
-            "attention.kernel", "double", "fourier.holes", "fourier.numbers", "fourier.rows", "fourier.spectra",
-            "fourier.states", "impulse", "launcher", "layer.convolution", "layer.convolution_gradient", "layer.norm",
+            "attention.kernel", "attention.sums", "double", "fourier.holes", "fourier.numbers", "fourier.rows",
+            "fourier.spectra", "fourier.states", "impulse", "launcher", "layer.convolution",
+            "layer.convolution_gradient", "layer.norm",
             "layer.windows",
         ),
     ),
