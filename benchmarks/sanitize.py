@@ -60,6 +60,7 @@ def command(sanitizer, tool, names, dtypes):
     if tool is None:
         return worker
     options = ["--target-processes", "all", "--error-exitcode", str(FOUND), "--print-limit", "50"]
+    options += ["--show-backtrace", "no"]  # of the host: a minute and more where much is found
     return [sanitizer, *TOOLS[tool], *options, *worker]
 
 
