@@ -3,6 +3,7 @@
 python benchmarks/sanitize.py --out benchmarks/results/sanitize.json
 python benchmarks/sanitize.py --list                        what is called
 python benchmarks/sanitize.py --coverage                    which kernels that reaches; needs no GPU
+python benchmarks/sanitize.py --unwritten                   reads of memory that nobody wrote; needs no GPU
 python benchmarks/sanitize.py --dry-run --only delta s6     the commands, nothing run
 python benchmarks/sanitize.py --one delta --dtypes bfloat16 the calls themselves, without the sanitizer
 
@@ -171,6 +172,7 @@ def main():
     parser.add_argument("--add", action="store_true", help="to the record of the same commit that is there")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--coverage", action="store_true", help="the kernels that are reached, in the interpreter")
+    parser.add_argument("--unwritten", action="store_true", help="what initcheck looks for, in the interpreter")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--one", nargs="+", choices=NAMES, metavar="NAME", help="make the calls of these, and no more")
     parser.add_argument("--device", default="cuda")
@@ -183,6 +185,11 @@ def main():
         return calls(given.one, given.dtypes, given.device)
     if given.coverage:
         return coverage(given.only)
+    if given.unwritten:
+        os.environ["TRITON_INTERPRET"] = "1"
+        from sanitize_unwritten import report  # which imports Triton's interpreter
+
+        return report(given.only, given.dtypes)
     jobs = shares(given.tools, given.only, given.dtypes, given.workers)
     if given.dry_run:
         print("\n".join(" ".join(command(given.sanitizer, *job)) for job in jobs))

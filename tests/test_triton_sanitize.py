@@ -17,8 +17,8 @@ def made():
     with pytest.MonkeyPatch.context() as now:
         now.syspath_prepend(PATH.parent)
         yield importlib.import_module(PATH.stem)
-    for name in (PATH.stem, "sanitize_layers"):
-        del sys.modules[name]
+    for name in (PATH.stem, "sanitize_layers", "sanitize_unwritten"):
+        sys.modules.pop(name, None)
 
 
 def test_every_kernel_that_is_launched_is_reached(made):
@@ -33,3 +33,10 @@ def test_calls_that_short_sequences_never_meet_are_right(made):
     """T in segments, heads that share keys in one program: the choices are the kernels', the numbers the oracle's."""
     assert made.one("scalar-decay", "bfloat16", "cpu")
     assert made.one("layer-convolution", "float32", "cpu") and made.one("ranks-convolution", "float32", "cpu")
+
+
+@pytest.mark.parametrize("name", ["scalar-decay", "gated-delta"])
+def test_kernels_read_no_memory_that_nobody_wrote(made, name, monkeypatch):
+    """As initcheck does on a GPU: also what is read and not used. Segments' last effects are not computed."""
+    monkeypatch.syspath_prepend(PATH.parent)
+    assert importlib.import_module("sanitize_unwritten").unwritten(name, "bfloat16") == set()
