@@ -66,7 +66,7 @@ class _Call:
         kind, precision = arithmetic(q.dtype, True)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
         self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision, group
-        self.block = self.tiles.gradient_keys  # as many where there are fewer: ptxas 12.8 made narrower ones wrong
+        self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
