@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import dsf
-from dsf.kernels.triton import assembler, machine_code, operators
+from dsf.kernels.triton import assembler, launch, launcher, machine_code, operators
 from dsf.kernels.triton.chunk import matrix
 from dsf.triton.choose import elsewhere
 
@@ -66,6 +66,37 @@ def test_where_there_is_none_kernels_are_held(monkeypatch, made):
     assert read == [b"right"]
     with pytest.raises(RuntimeError, match=r"ptxas 12\.8 .* kernel walk wrongly.*TRITON_PTXAS_PATH"):
         assembler.hold(kernel(b"wrong"))
+
+
+def test_a_triton_without_the_other_assembler_keeps_its_own(monkeypatch):
+    class Tools:
+        ptxas = SimpleNamespace(path="/ptxas", version="12.8")
+
+        @property
+        def ptxas_blackwell(self):
+            raise RuntimeError("Cannot find ptxas-blackwell")
+
+    monkeypatch.setattr(assembler.triton, "knobs", SimpleNamespace(nvidia=Tools()))
+    assembler.choose_assembler()
+    assert assembler.chosen().path == "/ptxas" and not assembler.is_sound()
+    monkeypatch.setattr(assembler.triton, "knobs", SimpleNamespace())
+    assembler.choose_assembler()
+    assert assembler.chosen() is None and assembler.is_sound()
+
+
+@pytest.mark.parametrize(("sound", "capturing"), [(False, False), (False, True), (True, False)])
+def test_every_launch_is_held_that_is_made_ready_outside_of_a_graph(monkeypatch, sound, capturing):
+    """Also those of a known schedule in other sizes, for which only the launch is made anew."""
+    kernel, seen = launcher._probe, []
+    if not isinstance(kernel, launch.JITFunction):
+        pytest.skip("needs a process that does not interpret kernels")
+    monkeypatch.setattr(launch, "is_sound", lambda: sound)
+    monkeypatch.setattr(launch, "_compiled", lambda x: x)
+    monkeypatch.setattr(launch, "hold", seen.append)
+    monkeypatch.setattr(launch, "proven", lambda: False)
+    given = SimpleNamespace(kernel=kernel, named={})
+    launch.runner(given, capturing=capturing)
+    assert seen == ([] if sound or capturing else [given])
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ def release_of(tool: object) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(".")[:2]) if text.replace(".", "").isdigit() else (0,)
 
 
-def chosen() -> Any:
-    """The assembler that Triton would use, with `path` and `version`; None where it has none."""
+def chosen(name: str = "ptxas") -> Any:
+    """The assembler that Triton would use, with `path` and `version`; None where it has none. name: its own one's."""
     try:
-        return triton.knobs.nvidia.ptxas
-    except (AttributeError, RuntimeError):  # Triton without NVIDIA's tools
+        return getattr(triton.knobs.nvidia, name)
+    except (AttributeError, RuntimeError):  # Triton without NVIDIA's tools, or without that one
         return None
 
 
@@ -45,8 +45,10 @@ def choose_assembler() -> None:
 
     Kernels that another ptxas compiled are not used again: Triton knows them by its release.
     """
-    other = getattr(triton.knobs.nvidia, "ptxas_blackwell", None)
-    if not is_sound() and other is not None and release_of(other) >= SOUND:
+    if is_sound():
+        return
+    other = chosen("ptxas_blackwell")
+    if other is not None and release_of(other) >= SOUND:
         triton.knobs.nvidia.ptxas = other.path
         _forget_release()
 

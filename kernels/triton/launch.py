@@ -80,13 +80,16 @@ def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
     if not capturing:
         prove()
         _compile(schedule.launches)
-        if not (triton.knobs.runtime.interpret or is_sound()):
-            _hold(schedule.launches)
     return function(schedule, functools.partial(runner, capturing=capturing)), not capturing
 
 
 def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...] | None]:
-    """(grid -> function that launches x; the constants that it takes after addresses, None if it takes tensors)."""
+    """(grid -> function that launches x; the constants that it takes after addresses, None if it takes tensors).
+
+    Raises RuntimeError for a kernel that the assembler made wrong (`assembler.hold`).
+    """
+    if isinstance(x.kernel, JITFunction) and not (capturing or is_sound()):
+        hold(_compiled(x))
     if proven() and isinstance(x.kernel, JITFunction):
         key = _key(x)
         found = _ready.get(key)
@@ -104,13 +107,6 @@ def _compiled(x: Launch) -> Any:
     """The kernel of a launch, which Triton compiles if it has not; None if a hook prevents that."""
     compiled = x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
     return compiled.result() if hasattr(compiled, "result") else compiled  # the caller compiles on other threads
-
-
-def _hold(launches: Iterable[Launch]) -> None:
-    """Raise RuntimeError for a kernel that the assembler made wrong (`assembler.hold`)."""
-    for x in launches:
-        if isinstance(x.kernel, JITFunction):
-            hold(_compiled(x))
 
 
 def _key(x: Launch) -> Any:
