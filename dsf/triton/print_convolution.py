@@ -158,9 +158,4 @@ class _Writer(Writer):
         for x, given in pairs:
             slopes = derivatives(x, given, list(wanted))
             total = [a + b for a, b in zip(total, slopes, strict=True)]
-        stores = []
-        for node, slope in zip(wanted, total, strict=True):
-            a = self.access(node)
-            place = Access(f".grad_{a.role}", a.step, a.time, a.key, a.value, True, summed=not a.time)
-            stores.append((slope, place))
-        return self.function("adjoint", stores)
+        return self.storing(wanted, total)

@@ -27,7 +27,6 @@ CALLS = {
     **{x: f"double.{x}" for x in ("expm1", "log1p", "sigmoid", "complement", "softplus", "logsigmoid")},
 }  # fmt: skip
 AXISLESS = frozenset[str]()
-NUMBERS = 8  # log, angle, two of C, two of B for each input of a pair
 ZERO = const(0)
 
 

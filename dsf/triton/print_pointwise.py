@@ -165,7 +165,10 @@ class Writer:
         self, pairs: Sequence[tuple[Expr, Expr]], wanted: Sequence[Expr]
     ) -> tuple[list[str], tuple[Access, ...]]:
         """The function `adjoint`: gradients of the wanted inputs from pairs (expression, its gradient)."""
-        slopes = derivatives(pairing(pairs), const(1), list(wanted))
+        return self.storing(wanted, derivatives(pairing(pairs), const(1), list(wanted)))
+
+    def storing(self, wanted: Sequence[Expr], slopes: Sequence[Expr]) -> tuple[list[str], tuple[Access, ...]]:
+        """The function `adjoint` from the gradients of the wanted inputs."""
         stores = []
         for node, slope in zip(wanted, slopes, strict=True):
             a = self.access(node)

@@ -7,25 +7,28 @@ import triton.language as tl
 
 
 @triton.jit
+def _made(args, lane, channel, k):
+    """The addresses of the first number, and how far the next one lies. args: address, numbers, H, K, P."""
+    made, _, heads, K, P = args
+    return made + (lane * K + k) * P + channel, heads * K * P
+
+
+@triton.jit
 def read_made_pairs(args, lane, channel, k, inside):
-    """The numbers of pairs from [6 or 8, H, K, P]. args: address, numbers, H, K, P."""
-    made, count, heads, K, P = args
-    plane = heads * K * P
-    at = made + (lane * K + k) * P + channel
+    """The numbers of pairs from [6 or 8, H, K, P]. args: as those of _made."""
+    at, plane = _made(args, lane, channel, k)
     rate, turn = tl.load(at, mask=inside, other=0.0), tl.load(at + plane, mask=inside, other=0.0)
     c0, c1 = tl.load(at + 2 * plane, mask=inside, other=0.0), tl.load(at + 3 * plane, mask=inside, other=0.0)
     b0, b1 = tl.load(at + 4 * plane, mask=inside, other=0.0), tl.load(at + 5 * plane, mask=inside, other=0.0)
-    more = inside & (count > 6)
+    more = inside & (args[1] > 6)
     b2, b3 = tl.load(at + 6 * plane, mask=more, other=0.0), tl.load(at + 7 * plane, mask=more, other=0.0)
     return rate, turn, c0, c1, b0, b1, b2, b3
 
 
 @triton.jit
 def read_made_entries(args, lane, channel, k, inside):
-    """The numbers of entries from [3, H, K, P]. args: as those of read_made_pairs."""
-    made, _, heads, K, P = args
-    plane = heads * K * P
-    at = made + (lane * K + k) * P + channel
+    """The numbers of entries from [3, H, K, P]. args: as those of _made."""
+    at, plane = _made(args, lane, channel, k)
     rate, c0 = tl.load(at, mask=inside, other=0.0), tl.load(at + plane, mask=inside, other=0.0)
     b0 = tl.load(at + 2 * plane, mask=inside, other=0.0)
     return rate, rate, c0, c0, b0, b0, b0, b0
