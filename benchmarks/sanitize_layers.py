@@ -81,23 +81,16 @@ def drawn(name, case):
     return recurrence, numbers(recurrence, ranges_of(recurrence.spec), case, 1)
 
 
-def over_ranks(*names):
-    """Calls and inputs of recurrences whose tokens lie on three ranks, in one slot or two (head and tail)."""
+def recurrences(results, sizes, *names):
+    """Calls and inputs of recurrences, in cases of these sizes. results(recurrence, inputs): what to compare."""
 
     def make(dtype):
-        case = Case(tokens=132, batch=2, heads=2, n=24, p=40, dtype=dtype)
-        parts = [drawn(name, case) for name in names]
+        parts = [drawn(name, Case(dtype=dtype, **sizes)) for name in names]
 
         def calls(*inputs):
             rest, found = iter(inputs), {}
             for recurrence, given in parts:
-                leaves = {n: next(rest) for n in given}
-                exact = leaves[recurrence.spec.inputs[0].name].dtype == torch.float64
-                for layout in ("contiguous", "headtail"):
-                    world = Simulated(3, layout, exchange="gather")
-                    how = {"form": "recurrent"} if exact else {"backend": "triton", "parallel": world}
-                    y, last = recurrence(**leaves, return_state=True, **how)
-                    found |= {f"{recurrence.name} {layout}": y, f"{recurrence.name} {layout}, state": last}
+                found |= results(recurrence, {n: next(rest) for n in given})
             return found
 
         return calls, [x for _, given in parts for x in given.values()]
@@ -105,56 +98,46 @@ def over_ranks(*names):
     return make
 
 
-def steps_in_place(*names):
-    """Calls and inputs of decode steps that overwrite their states."""
-
-    def make(dtype):
-        case = Case(tokens=2, batch=3, heads=3, n=24, p=40, dtype=dtype)
-        parts = [drawn(name, case) for name in names]
-
-        @torch.no_grad()
-        def calls(*inputs):
-            rest, found = iter(inputs), {}
-            for recurrence, given in parts:
-                timed, state = {i.name for i in recurrence.spec.inputs if i.kind.time}, None
-                leaves = {n: next(rest) for n in given}
-                for t in range(2):
-                    now = {n: x[:, t] if n in timed else x for n, x in leaves.items()}
-                    how = {"in_place": state is not None, "backend": backend(now[recurrence.spec.inputs[0].name])}
-                    y, state = recurrence.step(state, **now, **how)
-                found |= {recurrence.name: y, f"{recurrence.name}, state": state}
-            return found
-
-        return calls, [x for _, given in parts for x in given.values()]
-
-    return make
+def side(recurrence, inputs):
+    """The backend of a recurrence's inputs."""
+    return backend(inputs[recurrence.spec.inputs[0].name])
 
 
-def convolved(*names):
-    """Calls and inputs of time-invariant systems by FFT, from a state and to one, too, and of a long convolution."""
+def over_ranks(recurrence, inputs):
+    """Tokens on three ranks, in one slot or two (head and tail)."""
+    found, exact = {}, side(recurrence, inputs) == "torch"
+    for layout in ("contiguous", "headtail"):
+        world = Simulated(3, layout, exchange="gather")
+        how = {"form": "recurrent"} if exact else {"backend": "triton", "parallel": world}
+        y, last = recurrence(**inputs, return_state=True, **how)
+        found |= {f"{recurrence.name} {layout}": y, f"{recurrence.name} {layout}, state": last}
+    return found
 
-    def make(dtype):
-        case = Case(tokens=37, batch=2, heads=3, n=24, p=5, dtype=dtype)
-        parts = [drawn(name, case) for name in names]
-        rest = [torch.randn(shape).to(getattr(torch, dtype)) for shape in ((2, 37, 3, 5), (3, 37, 5))]
 
-        def calls(*inputs):
-            every, found = iter(inputs), {}
-            for recurrence, given in parts:
-                leaves = {n: next(every) for n in given}
-                exact = leaves[recurrence.spec.inputs[0].name].dtype == torch.float64
-                how = {"form": "recurrent" if exact else "convolution"}
-                y, last = recurrence(**leaves, return_state=True, **how)
-                with torch.no_grad():
-                    later, end = recurrence(**leaves, initial_state=last, return_state=True, **how)
-                found |= {recurrence.name: y, f"{recurrence.name}, state": last.detach()}
-                found |= {f"{recurrence.name}, from a state": later, f"{recurrence.name}, its end": end}
-            x, h = every
-            return found | {"long": long_convolution(x, h, form="naive" if x.dtype == torch.float64 else "auto")}
+@torch.no_grad()
+def in_place(recurrence, inputs):
+    """Decode steps that overwrite their states."""
+    timed, state = {i.name for i in recurrence.spec.inputs if i.kind.time}, None
+    on = side(recurrence, inputs)
+    for t in range(2):
+        now = {n: x[:, t] if n in timed else x for n, x in inputs.items()}
+        y, state = recurrence.step(state, **now, in_place=state is not None, backend=on)
+    return {recurrence.name: y, f"{recurrence.name}, state": state}
 
-        return calls, [*(x for _, given in parts for x in given.values()), *rest]
 
-    return make
+def by_fft(recurrence, inputs):
+    """A time-invariant system by FFT, also from a state and to one."""
+    how = {"form": "recurrent" if side(recurrence, inputs) == "torch" else "convolution"}
+    y, last = recurrence(**inputs, return_state=True, **how)
+    with torch.no_grad():
+        later, end = recurrence(**inputs, initial_state=last, return_state=True, **how)
+    name = recurrence.name
+    return {name: y, f"{name}, state": last.detach(), f"{name}, from a state": later, f"{name}, its end": end}
+
+
+def long(x, h):
+    """A convolution with a given filter."""
+    return {"y": long_convolution(x, h, form="naive" if x.dtype == torch.float64 else "auto")}
 
 
 def shaped(calls, *shapes):
@@ -162,14 +145,20 @@ def shaped(calls, *shapes):
     return lambda dtype: (calls, [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes])
 
 
+SYSTEM = {"tokens": 37, "batch": 2, "heads": 3, "n": 24, "p": 5}
+SPREAD = {"tokens": 132, "batch": 2, "heads": 2, "n": 24, "p": 40}
+STEPS = {"tokens": 2, "batch": 3, "heads": 3, "n": 24, "p": 40}
 LAYERS = {
     "layer-norm": shaped(norms, (2, 37, 40), (40,), (2, 37, 40)),
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
-    "time-invariant": convolved("s4d", "s4d_real", "h3"),
+    "time-invariant": recurrences(by_fft, SYSTEM, "s4d", "s4d_real", "h3"),
+    "long-convolution": shaped(long, (2, 37, 3, 5), (3, 37, 5)),
     "ranks-convolution": shaped(convolved_over_ranks, (2, 36, 40), (40, 4), (40,), (2, 40, 3)),
-    "ranks-chunks": over_ranks("linear_attention", "ssd", "deltanet", "gated_deltanet"),
-    "ranks-key-decays": over_ranks("gla", "kda", "rwkv7"),
-    "ranks-scans": over_ranks("s6", "rg_lru"),
-    "steps-in-place": steps_in_place("gated_deltanet", "linear_attention", "mlstm", "rwkv7", "s6", "qlstm"),
+    "ranks-chunks": recurrences(over_ranks, SPREAD, "linear_attention", "ssd", "deltanet", "gated_deltanet"),
+    "ranks-key-decays": recurrences(over_ranks, SPREAD, "gla", "kda", "rwkv7"),
+    "ranks-scans": recurrences(over_ranks, SPREAD, "s6", "rg_lru"),
+    "steps-in-place": recurrences(
+        in_place, STEPS, "gated_deltanet", "linear_attention", "mlstm", "rwkv7", "s6", "qlstm"
+    ),
 }
