@@ -30,6 +30,8 @@ def norms(x, weight, gate):
         "gate, then norm of groups": gated_rms_norm(x, weight, gate, groups=2, gate_first=True, **how),
         "norm alone, wide": gated_rms_norm(x, dtype=wide, **how),
         "gate": gated(x, gate, "sigmoid", **how), "SwiGLU": gated(x, gate, **how),
+        "SwiGLU, mapped": gated(x, gate, then=x[0], **how),
+        "norm, then gate, mapped": gated_rms_norm(x, weight, gate, then=x[0], **how),
         "norm of a sum": sum(added_rms_norm(x, gate, weight, **how)),
     }  # fmt: skip
 

@@ -7,6 +7,8 @@ elsewhere torch. Both compute in float32 at least and round once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,22 +28,26 @@ def gated_rms_norm(
     eps: float = 1e-5,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
+    then: Tensor | None = None,
 ) -> Tensor:
     """x / sqrt(mean x² + eps) · weight over the last axis in `groups` equal parts, gated.
 
     x, gate: [..., D] with the same shape, any strides; weight: [D]. gate_first: norm(x · act(gate)) as Mamba-2 has it,
     instead of norm(x) · act(gate) (Gated DeltaNet); activation: "silu" or "sigmoid". backend: "triton" (CUDA tensors,
     not float64), "torch", or "auto". dtype: of the result, x's by default. Returns a tensor of x's shape, contiguous on
-    a GPU. Raises ValueError for sizes that do not fit and unknown names.
+    a GPU.
+
+    then: the weight [out, D] or [out, H · D] of a linear map without bias, of the result's type: what the map makes of
+    the result (of the last two axes as one) is returned instead, [..., out]. On a GPU the result is then not kept for
+    gradients; the launch that computes those of x and gate makes it once more. Raises ValueError for sizes that do not
+    fit and unknown names.
     """
     if x.shape[-1] % groups or (weight is not None and weight.shape != x.shape[-1:]):
         sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"
         raise ValueError(f"a norm over {x.shape[-1]} numbers in {groups} groups with {sizes}: sizes do not fit")
     size, dtype = x.shape[-1] // groups, x.dtype if dtype is None else dtype
     if _chosen(x, gate, activation, backend, size):
-        from dsf.kernels.triton.layer.norm_ops import gated_norm
-
-        return gated_norm(x, gate, weight, size, True, gate_first, activation == "sigmoid", eps, dtype)
+        return _fused(x, gate, weight, then, size, True, gate_first, activation == "sigmoid", eps, dtype)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if gate is not None and gate_first:
         y = y * activated(gate.to(y.dtype), activation)
@@ -50,7 +56,7 @@ def gated_rms_norm(
         y = y * weight.to(y.dtype)
     if gate is not None and not gate_first:
         y = y * activated(gate.to(y.dtype), activation)
-    return y.to(dtype)
+    return _mapped(y.to(dtype), then)
 
 
 def added_rms_norm(
@@ -79,14 +85,28 @@ def added_rms_norm(
     return total, gated_rms_norm(total, weight, eps=eps, backend="torch", dtype=dtype)
 
 
-def gated(x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "auto") -> Tensor:
+def gated(
+    x: Tensor, gate: Tensor, activation: str = "silu", backend: str = "auto", then: Tensor | None = None
+) -> Tensor:
     """x · act(gate), for x and gate [..., D] of the same shape, any strides; otherwise as `gated_rms_norm`."""
     if _chosen(x, gate, activation, backend, 1):
-        from dsf.kernels.triton.layer.norm_ops import gated_norm
-
-        return gated_norm(x, gate, None, x.shape[-1], False, False, activation == "sigmoid", 0.0, x.dtype)
+        return _fused(x, gate, None, then, x.shape[-1], False, False, activation == "sigmoid", 0.0, x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * activated(gate.to(wide), activation)).to(x.dtype)
+    return _mapped((x.to(wide) * activated(gate.to(wide), activation)).to(x.dtype), then)
+
+
+def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor | None, *options: Any) -> Tensor:
+    from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
+
+    given = (x, gate, weight)
+    found: Tensor = gated_norm(*given, *options) if then is None else mapped_norm(*given, then, *options)
+    return found
+
+
+def _mapped(y: Tensor, then: Tensor | None) -> Tensor:
+    if then is None:
+        return y
+    return F.linear(y if y.shape[-1] == then.shape[1] else y.flatten(-2), then)
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:

@@ -16,13 +16,30 @@ from torch import Tensor, nn
 ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins where fast products read
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody looks at what goes into a module or comes out of it, or replaced its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__
+
+
 def plain_weight(module: Any) -> Tensor | None:
     """The weight of a map that only multiplies with it, else None."""
-    if type(module) is not nn.Linear or "forward" in module.__dict__:
+    if type(module) is not nn.Linear:
         return None
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    alone = not any(hooks) and module.bias is None
+    alone = not hooked(module) and module.bias is None
     return module.weight if alone and type(module.weight) is nn.Parameter else None
+
+
+def weight_for(module: Any, x: Tensor) -> Tensor | None:
+    """The weight of a plain map for x, in the type in which it is multiplied, where a kernel's launch may take the map
+    along (`then` of dsf.kernels.norm): with gradients, on a GPU, and not under torch.compile. None elsewhere."""
+    if not (x.is_cuda and torch.is_grad_enabled()) or torch.compiler.is_compiling() or hasattr(x, "device_mesh"):
+        return None
+    weight = plain_weight(module)
+    if weight is None or not weight.is_cuda:
+        return None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+    return weight.to(dtype) if dtype == x.dtype else None
 
 
 def lay(maps: Sequence[Any]) -> None:

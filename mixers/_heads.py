@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side
-from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._norm import GatedRMSNorm, normed
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -75,7 +75,7 @@ class Heads(Mixer):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         gate = None if self.g_proj is None else self.made(side, "g_proj").view_as(y)
-        return self.o_proj(self.o_norm(y, gate).flatten(2))
+        return normed(self.o_norm, y, gate, self.o_proj)
 
 
 def low_rank(d_in: int, rank: int, d_out: int, bias: bool) -> nn.Sequential:

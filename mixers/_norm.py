@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dsf.kernels.norm import activated, gated, gated_rms_norm
+from dsf.mixers._beside import hooked, weight_for
 
 if TYPE_CHECKING:
     from dsf.parallel.shares import Shares
 
-__all__ = ["GatedRMSNorm", "gated"]
+__all__ = ["GatedRMSNorm", "gated", "normed"]
 
 
 class GatedRMSNorm(nn.RMSNorm):
@@ -33,10 +34,15 @@ class GatedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x, gate: [..., dim] -> [..., dim]."""
-        eps = 1e-5 if self.eps is None else self.eps
         if self.shares is not None:
-            return self._shared(x, gate, eps, self.shares)
-        return gated_rms_norm(x, self.weight, gate, self.groups, self.gate_first, self.activation, eps)
+            return self._shared(x, gate, 1e-5 if self.eps is None else self.eps, self.shares)
+        return self.fused(x, gate)
+
+    def fused(self, x: Tensor, gate: Tensor | None, then: Tensor | None = None) -> Tensor:
+        """The norm and the gate, then the map of this weight, if any."""
+        eps = 1e-5 if self.eps is None else self.eps
+        how = (self.groups, self.gate_first, self.activation, eps)
+        return gated_rms_norm(x, self.weight, gate, *how, then=then)
 
     def _shared(self, x: Tensor, gate: Tensor | None, eps: float, shares: Shares) -> Tensor:
         """The norm over all ranks' channels; x, gate and weight are this rank's part."""
@@ -48,3 +54,16 @@ class GatedRMSNorm(nn.RMSNorm):
         if gate is not None and not self.gate_first:
             y = y * activated(gate.to(y.dtype), self.activation)
         return y.to(x.dtype)
+
+
+def normed(norm: nn.Module, y: Tensor, gate: Tensor | None, then: nn.Module) -> Tensor:
+    """then(norm(y, gate)), with the heads of y [B, T, H, P] as one row for `then`.
+
+    Where both are plain, a GPU's gradients make the norm's result again, and it is not kept for them.
+    """
+    if type(norm) is GatedRMSNorm and norm.shares is None and not hooked(norm):
+        weight = weight_for(then, y)
+        if weight is not None:
+            return norm.fused(y, gate, weight)
+    found: Tensor = then(norm(y, gate).flatten(2))
+    return found

@@ -9,7 +9,7 @@ import dsf
 from dsf import I, Key, Scalar, System, Value, outer
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._module import Mixer, Side, Span
-from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._norm import GatedRMSNorm, normed
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -99,4 +99,4 @@ class DeltaNet(Mixer):
         return {"q": q, "k": k, "v": v, "beta": beta}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.o_proj(self.o_norm(y).flatten(2))
+        return normed(self.o_norm, y, None, self.o_proj)

@@ -9,6 +9,7 @@ import dsf
 from dsf import I, Key, Param, Scalar, System, Value, exp, outer, softplus
 from dsf.mixers._layers import side_by_side
 from dsf.mixers._module import Side, Span
+from dsf.mixers._norm import normed
 from dsf.mixers._own import log_uniform, time_step
 from dsf.mixers.deltanet import DeltaNet
 
@@ -75,4 +76,4 @@ class GatedDeltaNet(DeltaNet):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         gate = None if self.g_proj is None else self.made(side, "g_proj").view_as(y)
-        return self.o_proj(self.o_norm(y, gate).flatten(2))
+        return normed(self.o_norm, y, gate, self.o_proj)

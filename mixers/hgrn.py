@@ -12,7 +12,7 @@ from dsf import System, Value, sigmoid
 from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
-from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._norm import GatedRMSNorm, normed
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -93,4 +93,4 @@ class HGRN(Mixer):
         return {"f": bounded_below(f, self.lower_bound), "i": F.silu(i)}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.o_proj(self.o_norm(y.flatten(2), *side))
+        return normed(self.o_norm, y.flatten(2), side[0] if side else None, self.o_proj)

@@ -10,7 +10,7 @@ import dsf
 from dsf import Key, System, Value, diag, sigmoid
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
-from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._norm import GatedRMSNorm, normed
 from dsf.mixers.hgrn import bounded_below
 
 if TYPE_CHECKING:
@@ -73,4 +73,4 @@ class HGRN2(Heads):
         return {"q": F.silu(q), "f": f, "i": i}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.o_proj(self.o_norm(y.flatten(2)))
+        return normed(self.o_norm, y.flatten(2), None, self.o_proj)

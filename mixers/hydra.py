@@ -16,7 +16,7 @@ from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._conv import split_heads
 from dsf.mixers._mamba import grouped, whole_group
-from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._norm import GatedRMSNorm, normed
 from dsf.mixers._own import time_step
 from dsf.mixers.bidirectional import BothWays
 
@@ -117,8 +117,7 @@ class Hydra(BothWays):
         ahead, back = shifted(y, None, places).split(heads, dim=2)
         skip = self.fc_D(v.flatten(2)) + self.D.to(v.dtype)
         y = ahead + _turned(back, places) + v * skip.unsqueeze(-1)
-        found: Tensor = self.out_proj(self.norm(y.flatten(2), z))
-        return found
+        return normed(self.norm, y.flatten(2), z, self.out_proj)
 
     def _centred(self, u: Tensor, places: Places | None) -> Tensor:
         """The convolution [B, T, C]; for packed sequences tap by tap, so that none reads another."""

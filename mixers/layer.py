@@ -19,7 +19,7 @@ from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
-from dsf.mixers._norm import GatedRMSNorm, gated
+from dsf.mixers._norm import GatedRMSNorm, gated, normed
 from dsf.mixers._own import Start, fill
 from dsf.mixers.ranges import known, random_inputs, shape_of, squash, unsquash
 
@@ -209,8 +209,8 @@ class Layer(Mixer):
     def readout(self, y: Tensor, side: Side) -> Tensor:
         gate = None if self.g_proj is None else self.made(side, "g_proj").view_as(y)
         if self.o_norm is not None:
-            y = self.o_norm(y, gate)
-        elif gate is not None:
+            return normed(self.o_norm, y, gate, self.o_proj)
+        if gate is not None:
             y = gated(y, gate)
         return self.o_proj(y.flatten(2))
 

@@ -13,7 +13,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
-from dsf.mixers._norm import GatedRMSNorm
+from dsf.mixers._norm import GatedRMSNorm, normed
 from dsf.mixers._own import log_uniform, time_step
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class SSD(Mixer):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         z = side[1]
-        return self.out_proj(self.norm(y.flatten(2), z if z.shape[-1] else None))
+        return normed(self.norm, y.flatten(2), z if z.shape[-1] else None, self.out_proj)
 
 
 def _limits(given: Any) -> tuple[float, float]:

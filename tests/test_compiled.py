@@ -127,6 +127,7 @@ def norms():
     pull([gated_rms_norm(x, weight, gate, 2, True, backend="triton")], [x, weight, gate])
     pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
     pull([gated(x, gate, backend="triton")], [x, gate])
+    pull([gated_rms_norm(x, weight, gate, backend="triton", then=tensor(128, 256))], [x, weight, gate])
     pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
 
 

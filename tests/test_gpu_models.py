@@ -37,6 +37,25 @@ def test_parts_under_autocast_err_as_their_rounding_does(part, tokens):
         assert (error / size).max() < 2e-2
 
 
+def test_swiglu_keeps_its_product_only_where_it_must():
+    part = SwiGLU(64, 256).cuda()
+    x = torch.randn(2, 512, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        kept = _kept_by(lambda: part(x))
+        part.down_proj.register_forward_hook(lambda *_: None)  # it may want the product
+        assert _kept_by(lambda: part(x)) - kept == 2 * 512 * 256 * 2
+
+
+def _kept_by(call):
+    """Bytes of what a call keeps for its gradients, views of one memory once."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+    ):
+        call()
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
 def test_the_norm_rounds_once_and_keeps_the_model_s_type():
     norm, x = RMSNorm(256, 1e-6).cuda(), torch.randn(5, 7, 256, device="cuda")
     exact = norm.double()(x.double())

@@ -111,6 +111,77 @@ def test_the_result_may_have_another_type_and_is_rounded_once(kinds):
         assert ((a.double() - b).norm() / b.norm()).item() < (1e-2 if torch.bfloat16 in (a.dtype, asked) else 1e-5)
 
 
+# The same, then a linear map
+
+
+def mapped(how):
+    """Of x, weight, gate and the map's weight: the fused calls, and the definition."""
+    groups, _, _, first, activation, norm = how
+
+    def fused(x, weight, gate, then, backend="triton"):
+        if norm:
+            return gated_rms_norm(x, weight, gate, groups, first, activation, backend=backend, then=then)
+        return gated(x, gate, activation, backend, then)
+
+    def exact(x, weight, gate, then):
+        y = definition(x, weight, gate, groups, first, activation, norm=norm)
+        return (y if y.shape[-1] == then.shape[1] else y.flatten(-2)) @ then.T
+
+    return fused, exact
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [(*c[1:2], *c[0:1], *c[2:4], *c[4:], True) for c in CASES], ids=str)
+def test_a_map_behind_keeps_what_it_needs_and_no_more(case, kind):
+    groups, shape, weighted, gate, first, activation, norm = case
+    leaves = [x for x in leaves_of(shape, weighted, gate, kind)]
+    width = shape[-1] * (shape[-2] if len(shape) == 4 else 1)
+    check_mapped(mapped((groups, shape, None, first, activation, norm)), [*leaves, torch.randn(20, width).to(kind)])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 40), (1, 129, 24), (33, 16)], ids=str)
+def test_a_map_behind_a_gate(shape, kind):
+    x, _, gate = leaves_of(shape, False, True, kind)
+    how = mapped((1, shape, None, False, "silu", False))
+    check_mapped(how, [x, None, gate, torch.randn(20, shape[-1]).to(kind)])
+
+
+def check_mapped(how, leaves):
+    """Three calls against the definition in float64, and what they keep."""
+    fused, exact = how
+    leaves = [None if x is None else x.requires_grad_() for x in leaves]
+    own = [x for x in leaves if x is not None]
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
+    y = exact(*wide)
+    dy = torch.randn(y.shape).to(own[0].dtype)
+    wanted = [y, *torch.autograd.grad(y, [x for x in wide if x is not None], dy.double())]
+    for _ in range(3):
+        kept = set()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.add(t.data_ptr()) or t, lambda t: t):
+            y = fused(*leaves)
+        assert kept == {x.data_ptr() for x in own}
+        found = [y, *torch.autograd.grad(y, own, dy)]
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == own[0].dtype and a.shape == b.shape
+            assert ((a.double() - b).norm() / b.norm()).item() < (1e-2 if a.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_map_behind_that_is_frozen_or_read_twice():
+    fused, exact = mapped((1, None, None, False, "silu", True))
+    x, weight, gate, then = (torch.randn(s, requires_grad=True) for s in ((2, 5, 24), (24,), (2, 5, 24), (8, 24)))
+    y = fused(x, weight, gate, then.detach())
+    torch.testing.assert_close(y, exact(x, weight, gate, then))
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    found = torch.autograd.grad(y, [x, gate], torch.ones_like(y))
+    torch.testing.assert_close(found, torch.autograd.grad(exact(x, weight, gate, then).sum(), [x, gate]))
+    y = fused(x, None, x, x[0, :, :].detach())
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), x), torch.autograd.grad(exact(x, None, x, x[0].detach()).sum(), x)
+    )
+
+
 # The norm of a sum
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsf import Packing
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.operators import refuse_second_order
-from dsf.mixers._beside import lay, outputs
+from dsf.mixers._beside import lay, outputs, weight_for
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -128,7 +128,10 @@ class SwiGLU(nn.Module):
         kernel = _kernel("swiglu", "LigerSiLUMulFunction", gate)
         if kernel is not None:
             return self.down_proj(kernel.apply(gate, up))
-        return self.down_proj(gated(up, gate) if _fuses(gate, up) else F.silu(gate) * up)
+        if not _fuses(gate, up):
+            return self.down_proj(F.silu(gate) * up)
+        down = weight_for(self.down_proj, gate)
+        return self.down_proj(gated(up, gate)) if down is None else gated(up, gate, then=down)
 
 
 def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:

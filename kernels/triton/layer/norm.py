@@ -82,11 +82,12 @@ def norm_backward(
     """dx, dgate, contiguous, and a row of sums for the weight from each program of `tiles` tiles.
 
     of_x, of_gate: (tensor, strides of batch and time). outs: dx, dgate or None, sums [programs / ways, ways · GROUP] or
-    None. more: None, or as of_x a gradient of x that is known already. Grid (ways · rows / R / tiles).
+    None, room for norm_forward's result or None. more: None, or as of_x a gradient of x that is known already. Grid
+    (ways · rows / R / tiles).
     """
     x, x_batch, x_stride = of_x
     gate, g_batch, g_stride = of_gate
-    dx, dgate, sums = outs
+    dx, dgate, sums, again = outs
     way = tl.program_id(0) % ways
     part = tl.program_id(0) // ways
     c = tl.arange(0, W)[None, :]
@@ -112,6 +113,11 @@ def norm_backward(
         if NORM:
             root = tl.rsqrt(tl.sum(u * u, axis=1) / GROUP + eps)[:, None]
         normal = u * root  # before weight and gate
+        if again is not None:
+            made = normal * w
+            if gate is not None and not FIRST:
+                made *= value
+            tl.store(again + own, made.to(again.dtype.element_ty), mask=ok)
         if gate is not None and not FIRST:
             tl.store(dgate + own, (d * normal * w * slope).to(dgate.dtype.element_ty), mask=ok)
             d *= value

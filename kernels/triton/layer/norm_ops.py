@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
@@ -90,6 +91,11 @@ def _backward(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None,
     return _pull(dy, None, x, gate, weight, options)
 
 
+def _again(dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> list[Tensor]:
+    again = x.new_empty(x.shape, dtype=options[5])
+    return [*_pull(dy, None, x, gate, weight, options, again), again]
+
+
 def _added_backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
 ) -> list[Tensor]:
@@ -97,9 +103,11 @@ def _added_backward(
 
 
 def _pull(
-    dy: Tensor, known: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Any
-) -> list[Tensor]:
-    """The gradients of x (with what is known of it added), gate and weight, those that there are."""
+    dy: Tensor, known: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Any,
+    again: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of x (with what is known of it added), gate and weight, those that there are. again: room for the
+    result of the forward pass."""
     weight = None if weight is None else weight.contiguous()
     room = _room(x, gate, weight)
     outs = iter(room)
@@ -112,7 +120,7 @@ def _pull(
     if weight is not None:
         sums = x.new_empty(parts, weight.numel(), dtype=torch.float32)
     launch(
-        norm_backward, (shape[2] * parts,), *_of(dy), _of(x), _of(gate), weight, (dx, dgate, sums),
+        norm_backward, (shape[2] * parts,), *_of(dy), _of(x), _of(gate), weight, (dx, dgate, sums, again),
         None if known is None else _of(_flat(known)), x.shape[1], rows, tile[3], options[4],
         **_settings(options, shape, tile),
     )  # fmt: skip
@@ -144,6 +152,39 @@ class _Differentiable(torch.autograd.Function):
 
 def _differentiable(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Any:
     return _Differentiable.apply(options, x, gate, weight)
+
+
+class _Mapped(torch.autograd.Function):
+    """The operator, then a linear map. Its result is not kept: the launch of its gradients writes it once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: Options, x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            made = gated_norm(x, gate, weight, *options)
+        ctx.save_for_backward(x, gate, weight, then)
+        ctx.options = options
+        return F.linear(_rows(made, then), then)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        refuse_second_order(WAY_OUT)
+        x, gate, weight, then = ctx.saved_tensors
+        *found, made = gated_norm_again((dy @ then).view(x.shape), x, gate, weight, *ctx.options)
+        dthen = dy.flatten(0, -2).T @ _rows(made, then).flatten(0, -2) if ctx.needs_input_grad[4] else None
+        grads = iter(found)
+        return None, *(None if y is None else next(grads) for y in (x, gate, weight)), dthen
+
+
+def _rows(made: Tensor, then: Tensor) -> Tensor:
+    """As the map takes it: heads in one row."""
+    return made if made.shape[-1] == then.shape[1] else made.flatten(-2)
+
+
+def mapped_norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor, *options: Any) -> Any:
+    """`gated_norm`, then the map whose weight is `then`."""
+    return _Mapped.apply(options, x, gate, weight, then)
 
 
 class _DifferentiableSum(torch.autograd.Function):
@@ -182,6 +223,7 @@ _GIVEN = (
 )
 gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable)
 gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)
+gated_norm_again = operator(f"gated_norm_again(Tensor dy, {_GIVEN}) -> Tensor[]", _again)
 _LAST = "Tensor? weight, float eps, ScalarType dtype"
 added_norm = operator(f"added_norm(Tensor x, Tensor other, {_LAST}) -> (Tensor, Tensor)", _added, _differentiable_sum)
 added_norm_backward = operator(
