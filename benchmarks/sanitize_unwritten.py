@@ -1,7 +1,8 @@
 """Reads of memory that nobody wrote, in Triton's interpreter: what initcheck finds on a GPU, without one.
 
 Memory that is allocated in a call is NaN (dsf.fuzz.poison), so a masked-in load of NaN is such a read, whether its
-value is used or not. Integers are not looked at. At cdf8a8d it named the same two lines as initcheck on an H100.
+value is used or not. Integers are not looked at. At cdf8a8d it named the same two lines as initcheck on an H100. So
+does torch's clone of such memory, which is a copy by the driver, and initcheck looks at it.
 """
 
 import contextlib
@@ -27,15 +28,26 @@ def _is_nan(x):
     return np.isnan(x.data) if x.data.dtype.kind == "f" else np.zeros(x.data.shape, bool)
 
 
-def _place():
-    """The line of a kernel that is running, and the kernel's function."""
+def _place(home=HOME):
+    """The line of a kernel that is running, or of what lies below `home`, and the function."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if HOME in path.parents and path.name != "interpreter.py":
-            return f"{path.relative_to(HOME)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if home in path.parents and path.name not in ("interpreter.py", "operators.py"):
+            return f"{path.relative_to(home)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "printed code"
+
+
+def _noting(found, copy):
+    """torch's copy of a tensor, which puts its place into `found` where it reads memory that nobody wrote."""
+
+    def note(x, *how, **options):
+        if x.is_floating_point() and not x.is_meta and bool(x.isnan().any()):
+            found.add(_place(HOME.parent.parent))
+        return copy(x, *how, **options)
+
+    return note
 
 
 @contextlib.contextmanager
@@ -43,7 +55,7 @@ def watched():
     """The places of such reads inside, in a set."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    found, load = set(), InterpreterBuilder.create_masked_load
+    found, load, clone = set(), InterpreterBuilder.create_masked_load, torch.Tensor.clone
 
     def watch(self, pointers, mask, *rest):
         out = load(self, pointers, mask, *rest)
@@ -53,9 +65,11 @@ def watched():
 
     InterpreterBuilder.create_masked_load = watch
     try:
+        torch.Tensor.clone = _noting(found, clone)
         with poisoned():
             yield found
     finally:
+        torch.Tensor.clone = clone
         InterpreterBuilder.create_masked_load = load
 
 

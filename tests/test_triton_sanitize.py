@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from interpreted import interpreted
 
 pytestmark = interpreted
@@ -40,3 +41,17 @@ def test_kernels_read_no_memory_that_nobody_wrote(made, name, monkeypatch):
     """As initcheck does on a GPU: also what is read and not used. Segments' last effects are not computed."""
     monkeypatch.syspath_prepend(PATH.parent)
     assert importlib.import_module("sanitize_unwritten").unwritten(name, "bfloat16") == set()
+
+
+def test_no_copy_reads_memory_that_nobody_wrote(made, monkeypatch):
+    """What a rank's last segment does to states behind it is not computed, and copies of the rest leave it out."""
+    monkeypatch.syspath_prepend(PATH.parent)
+    layers, unwritten = (importlib.import_module(f"sanitize_{name}") for name in ("layers", "unwritten"))
+    sizes = {"tokens": 24, "batch": 1, "heads": 1, "n": 4, "p": 4}
+    with unwritten.watched() as found:
+        unwritten.called(*layers.recurrences(layers.over_ranks, sizes, "rg_lru")("float32"))
+    assert found == set()
+    torch.empty(3).fill_(1.0).clone()  # torch's own again
+    with unwritten.watched() as found:
+        torch.empty(3).clone()
+    assert len(found) == 1

@@ -302,20 +302,23 @@ def _summed_by_entry(
     return go, local, products
 
 
-def combined(go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
-    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local`."""
+def combined(
+    go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool, keep: bool = False
+) -> Tensor:
+    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local` unless it is to be kept."""
+    out = local.new_empty(local.shape) if keep else local
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, power(size))
     grid = (-(-size // block) * go.sizes.rows,)
-    start(combine, grid, local, product, first, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
-    return local
+    start(combine, grid, local, product, first, out, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
+    return out
 
 
 def between(go: Launch, held: Sequence[Tensor], first: Tensor | None, reverse: bool) -> Tensor:
     """The entering state (cotangent) of every segment, from `held`, the result of `summed` with `whole`."""
     local, product = held
     fine = (local.shape[2] - 1) // go.segments
-    every = combined(go, local.clone(), product, first, reverse)
+    every = combined(go, local, product, first, reverse, keep=True)
     return (every[:, :, fine::fine] if reverse else every[:, :, :-1:fine]).contiguous()
 
 

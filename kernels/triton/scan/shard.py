@@ -32,7 +32,7 @@ def _run(
     given = Cotangents(None if dy is None else dy.contiguous(), None, None)
     sums, local, product = summed(go, spec, args, given, like, whole=True)
     first = None if state is None else state.contiguous()
-    every = combined(sums, local.clone(), product, first, dy is not None)
+    every = combined(sums, local, product, first, dy is not None, keep=True)
     end = every[:, :, 0 if dy is not None else -1].contiguous()
     move = product[:, :, :-1].prod(2) if moves else end.new_empty(0)
     return end, move, [local, product]

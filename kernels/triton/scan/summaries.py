@@ -136,10 +136,11 @@ def summaries(args, given, local, product, T, H, P, segments, span, origin, hole
 
 
 @triton.jit(do_not_specialize=["segments"])
-def combine(local, product, first, size, segments, BLOCK: tl.constexpr, K: tl.constexpr, REVERSE: tl.constexpr):
-    """Replace each segment's `local` by its entering state, in time order, or by its cotangent, in reverse order.
+def combine(local, product, first, out, size, segments, BLOCK: tl.constexpr, K: tl.constexpr, REVERSE: tl.constexpr):
+    """The entering state of every segment, in time order, or its cotangent, in reverse order.
 
-    local, product: [rows, segments, size]; first: [rows, size], enters the first (last) segment, or None for zeros.
+    local, product, out: [rows, segments, size]; out may be local. first: [rows, size], enters the first (last) segment,
+    or None for zeros.
     """
     blocks = tl.cdiv(size, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -158,4 +159,4 @@ def combine(local, product, first, size, segments, BLOCK: tl.constexpr, K: tl.co
         for j in tl.static_range(K):
             enters = tl.where(k == j, carry, enters)
             carry = take(keeps, k, j) * carry + take(adds, k, j)
-        tl.store(local + here, enters, mask=(s0 + k < segments) & (i < size))
+        tl.store(out + here, enters, mask=(s0 + k < segments) & (i < size))
