@@ -8,6 +8,8 @@ import pytest
 import torch
 from interpreted import interpreted
 
+from dsf.fuzz import Case, attempt
+
 pytestmark = interpreted
 PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "sanitize_calls.py"
 
@@ -55,3 +57,21 @@ def test_no_copy_reads_memory_that_nobody_wrote(made, monkeypatch):
     with unwritten.watched() as found:
         torch.empty(3).clone()
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "given"),
+    [
+        ("value-decay", "", {"tokens": 33, "n": 3}),  # one entry's row ahead, T no multiple of a run
+        ("value-decay", "cut", {"tokens": 70, "n": 4, "initial": True}),  # of four, several groups, segments
+        ("value-decay", "", {"tokens": 40, "n": 4, "lengths": (5, 1, 34)}),
+        ("s6", "", {"tokens": 40, "n": 4}),  # Params' sums in the rows
+    ],
+)
+def test_scans_load_ahead_only_what_was_written(made, name, how, given, monkeypatch):
+    """The row behind the last one, which the adjoint by entry loads a turn ahead, and does not use."""
+    monkeypatch.syspath_prepend(PATH.parent)
+    watched = importlib.import_module("sanitize_unwritten").watched
+    with watched() as found, made.walked(how):
+        verdict = attempt(made.SUBJECTS[name](), Case(heads=2, p=5, dtype="bfloat16", **given), "cpu")
+    assert verdict.status == "right" and found == set()

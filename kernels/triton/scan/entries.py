@@ -249,6 +249,9 @@ def entry_gradients(
         for k in tl.static_range(KEYED):
             lanes.put(here, 1 + k, tl.load(in_order(totals + (k * N + n) * BP + lane)), BP, shape.SHARED)
             lanes.put(here, 1 + KEYED + k, keyed[k], BP, shape.SHARED)
+    if not shape.SHARED:  # what loads ahead read behind the last row
+        for j in range(N * shape.ROW, (N + shape.U) * shape.ROW):
+            lanes.put(kept.rows, j, tl.zeros((1, 1, BP), tl.float32), BP, False)
     keyed, alone = holes.parted(holes.setup(args, place_of(at, start, 0)))
     x = Pull(args, grads, given, alone, (rows, number * 0 + segment * each - first - low * shape.M))
     loose = ()

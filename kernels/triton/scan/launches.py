@@ -305,7 +305,7 @@ def _summed_by_entry(
 def combined(
     go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool, keep: bool = False
 ) -> Tensor:
-    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local` unless it is to be kept."""
+    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local` unless that is kept."""
     out = local.new_empty(local.shape) if keep else local
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, power(size))

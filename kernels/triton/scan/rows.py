@@ -3,9 +3,9 @@ them.
 
 An entry has a row. It holds the cotangent, the Params' KEYED sums, KEYED numbers that are computed from Params, and S
 states, those before runs of K tokens. Rows are either SHARED, in shared memory, with K tokens of all KEYS inputs that
-have only a Key axis on a shelf behind them; or in scratch, with U more rows, so that loads ahead stay inside it. The
-states before all other runs of a group of M tokens lie in scratch: one walk through the group computes them, and they
-are loaded S at a time.
+have only a Key axis on a shelf behind them; or in scratch, with U more rows of zeros, which loads ahead of the last
+turn read and nobody uses (bounds on the addresses would cost instructions in every turn). The states before all other
+runs of a group of M tokens lie in scratch: one walk through the group computes them, and they are loaded S at a time.
 """
 
 from __future__ import annotations
