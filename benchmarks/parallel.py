@@ -1,7 +1,10 @@
 """Times context parallelism on the GPUs of one host: efficiency, its pieces, memory, errors, the link, a projection.
 
 torchrun --nproc-per-node 2 benchmarks/parallel.py --json benchmarks/results/parallel.json [--seconds 330] [--commit X]
+torchrun --nproc-per-node 4 benchmarks/parallel.py --json benchmarks/results/parallel_4.json \
+    --fitted benchmarks/results/parallel.json
 torchrun --nproc-per-node 2 benchmarks/parallel.py --dry --json /tmp/parallel.json      (a CPU, gloo, tiny sizes)
+python benchmarks/parallel.py --page benchmarks/results/parallel.json --into docs/parallel.md
 
 Public calls of one sequence, bfloat16 on CUDA, decays as of a trained model; every number is the slowest rank's:
   whole    one GPU, the whole sequence: W times a rank's tokens
@@ -12,24 +15,25 @@ Public calls of one sequence, bfloat16 on CUDA, decays as of a trained model; ev
   exposed = ranks - the same where nothing is sent; pieces (F, M, exchange, fold, C): each alone.
   memory: the peak of forward + backward, inputs included, of a rank and of one GPU.
   errors: of y and all gradients against float32 on one GPU (on CPUs: float32 against float64), of one GPU and of the
-  ranks. repeats: whether a second call has the same bits.
+  ranks, at the shortest length. repeats: whether a second call has the same bits.
 Delta rules and mLSTM have 64 heads at 8,192 tokens a rank, 16 beyond. Layers: d_model 2048, 32,768 tokens a rank.
-Far: forward alone at 524,288 tokens a rank. The link: all-gathers of 2^10 to 2^26 bytes, fitted as latency +
-bytes / bandwidth, which then choose the exchanges. Peer: fla's context parallel where fla is importable, last, one row
-each, ended by --peer-seconds. The projection to 64 and 1,024 ranks is a model (dsf.parallel.cost with 8 GPUs a node),
-marked as such, no measurement.
+Exchanges, of more than two ranks: each in turn, beside what the model says of it and which one it chooses. Graphs: the
+calls of up to 32,768 tokens a rank replayed from CUDA graphs, collectives too; not on CPUs. Far: forward alone at
+524,288 tokens a rank. The link: all-gathers of 2^10 to 2^26 bytes, fitted as latency + bytes / bandwidth, which then
+choose the exchanges. Peer: fla's context parallel where fla is importable, last, one row each, ended by
+--peer-seconds. The projection to more ranks is a model (parallel_model.py), marked as such, no measurement; --fitted
+names a record of fewer ranks, whose projection is then held to this run: off = measured / projected.
 
-The record is written after every row. Kernels are compiled before anything is timed, by processes that run the rows'
-shapes on ranks simulated on one GPU and fill Triton's cache. --parts: some of link, rows, layers, far, peers.
+The record is written after every row. A row that some rank cannot do is recorded with that rank's words. Kernels are
+compiled before anything is timed, by processes that run the rows' shapes on ranks simulated on one GPU and fill
+Triton's cache. --parts: some of link, rows, layers, exchanges, graphs, far, peers.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -37,7 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu_compile import compile_share
+from gpu_page import put_into
 from parallel_measure import (
     FAR,
     PEERS,
@@ -46,6 +50,7 @@ from parallel_measure import (
     Silent,
     agreed,
     both_ways,
+    captured,
     draw,
     errors,
     layer_call,
@@ -53,97 +58,23 @@ from parallel_measure import (
     link,
     peak,
     peer,
-    peer_call,
     pieces,
-    projection,
     same_bits,
     shard,
 )
+from parallel_model import compared, folds, projection
+from parallel_page import KINDS, WAYS, line, page, table
+from parallel_rows import FAR_TOKENS, LAYER_TOKENS, LENGTHS, ROWS, layer_of, sizes_of, warm, warm_all
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsf
 from dsf.mixers import get
-from dsf.parallel import Sequence, Simulated
+from dsf.parallel import Sequence
+from dsf.parallel.derive import frame_of
 
-ROWS = {  # heads, N, P: of one sequence, as in papers
-    "gated_deltanet": (16, 128, 128), "kda": (16, 128, 128), "ssd": (64, 128, 64), "s6": (1, 16, 4096),
-    "mlstm": (16, 128, 128), "rg_lru": (1, 1, 4096),
-}  # fmt: skip
-WIDER = ("gated_deltanet", "kda", "mlstm")  # heads as wide as N and P: 64 at the shortest length, and of layers
-LENGTHS, LAYER_TOKENS, FAR_TOKENS, D_MODEL = (8192, 32768, 131072), 32768, 524288, 2048
-SHARES = 6  # processes that compile the candidates of a peer's autotuners
-PARTS = ("link", "rows", "layers", "far", "peers")
-WAYS = ("forward", "both")
-
-
-def sizes_of(name, tokens, asked):
-    heads, n, p = ROWS[name]
-    if asked.dry:
-        return min(heads, 2), min(n, 8), min(p, 8)
-    return (64 if name in WIDER and tokens <= 8192 else heads), n, p
-
-
-def layer_of(name, asked, device):
-    """A layer and its input's width: where it has heads of a width of their own, as many as the recurrence's row."""
-    torch.manual_seed(0)
-    width = 32 if asked.dry else D_MODEL
-    heads = {"n_heads": sizes_of(name, LAYER_TOKENS, asked)[0]} if name in WIDER else {}
-    layer = get(name).module(d_model=width, **heads).to(device)
-    return (layer if asked.dry else layer.to(torch.bfloat16)), width
-
-
-# -- kernels, before anything is timed
-
-
-def warm(name, asked):
-    """Run a recurrence's rows on simulated ranks, so that Triton's cache has their kernels; or compile a peer's."""
-    device = torch.device("cuda")
-    if asked.share:
-        compile_share(*asked.share)
-        inputs = draw(get(name).recurrence, asked.lengths[0], *sizes_of(name, 1, asked), device, torch.bfloat16)
-        peer_call(name, inputs)[1]()
-        return
-    recurrence, world = get(name).recurrence, Simulated(asked.ranks)
-    with torch.no_grad():
-        layer, width = layer_of(name, asked, device)
-    for tokens in [t for t in asked.lengths if t <= 32768]:
-        whole = draw(recurrence, asked.ranks * tokens, *sizes_of(name, tokens, asked), device, torch.bfloat16)
-        for options in ({"parallel": world}, {}):
-            both_ways(lambda options=options, **x: recurrence(**x, **options), whole)[1]()
-        if tokens == asked.lengths[0]:
-            both_ways(recurrence, {n: x.float() for n, x in whole.items()})[1]()
-    if "layers" in asked.parts:
-        call, values = layer_call(layer, parallel=world)
-        x = layer_input(asked.ranks * asked.lengths[0], width, device, torch.bfloat16)
-        both_ways(call, {"x": x} | values)[1]()
-    torch.cuda.synchronize()
-
-
-def warm_all(asked, rank, ranks):
-    """One process for each recurrence, this rank's share of them."""
-    begin, running = time.monotonic(), []
-    told = [str(asked.json), "--ranks", str(ranks), "--lengths", *map(str, asked.lengths), "--parts", *asked.parts]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER", "GROUP", "ROLE"))}
-    clean["CUDA_VISIBLE_DEVICES"] = str(rank)
-    jobs = [(name, []) for name in asked.only]
-    if "peers" in asked.parts and importlib.util.find_spec("fla"):
-        jobs += [(n, ["--share", str(i), str(SHARES)]) for n in PEERS if n in asked.only for i in range(SHARES)]
-    for name, share in jobs[rank::ranks]:
-        command = [sys.executable, __file__, "--warm", name, *share, "--json", *told]
-        running.append((name, subprocess.Popen(command, env=clean, stderr=subprocess.PIPE, text=True)))
-    for name, process in running:
-        left = asked.warm_seconds - (time.monotonic() - begin)
-        try:
-            _, said = process.communicate(timeout=max(1.0, left))
-            if process.returncode:
-                print(f"warming {name}: {said.strip().splitlines()[-1:]}", flush=True)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            print(f"warming {name}: not done after {asked.warm_seconds} s", flush=True)
-    print(f"rank {rank}: kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
-
-
-# -- rows
+PARTS = ("link", "rows", "layers", "exchanges", "graphs", "far", "peers")
+EXCHANGED = ("gated_deltanet", "ssd")  # whose exchanges are timed one by one
+MOST_CAPTURED = 32768  # tokens a rank; longer calls do not wait for the host
 
 
 class Bench:
@@ -160,7 +91,9 @@ class Bench:
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
         self.clock, self.cp = Clock(self.device, asked.repeats), Sequence(self.mesh["cp"])
         self.near = self.cp.links[0]
-        self.record = {"machine": self.machine(), "rows": [], "layers": [], "far": [], "peers": [], "left_out": []}
+        self.record = {"machine": self.machine(), **{kind: [] for kind in KINDS}, "left_out": []}
+        self.folds, self.refused = {}, {}  # what was folded alone; captures that failed, which are not tried again
+        self.fitted = json.loads(asked.fitted.read_text()) if asked.fitted else {}
 
     def machine(self):
         here = Path(__file__).resolve().parent
@@ -215,7 +148,7 @@ class Bench:
         ranks = row["ranks_ms"]
         for label, key, count in (("strong", "whole_ms", self.cp.ranks), ("weak", "part_ms", 1)):
             if key in row:
-                row[label] = {way: row[key][way] / (count * ranks[way]) for way in row[key]}
+                row[label] = {way: row[key][way] / (count * ranks[way]) for way in row[key] if way in ranks}
 
     def inputs(self, name, tokens, row):
         """Of all ranks, alike on each."""
@@ -236,7 +169,7 @@ class Bench:
         self.peak(row, "one", ways[1])
         self.times(row, "whole", ways)
         self.efficiency(row)
-        if tokens == self.asked.lengths[0]:
+        if tokens == self.asked.shortest and "errors" not in self.asked.without:
             row["errors"] = agreed(lambda: errors(recurrence, whole, self.cp, self.device), self.device)
             # Params' gradients are float32 sums, in another order with ranks: below its digits nothing is an error.
             least = 8 * torch.finfo(torch.float32).eps
@@ -258,7 +191,53 @@ class Bench:
         row["exposed_ms"] = {way: row["ranks_ms"][way] - row["silent_ms"][way] for way in WAYS}
         row["pieces_ms"] = agreed(lambda: pieces(recurrence, given, cp, self.clock), device)
         sizes = tuple(row[x] for x in ("heads", "n", "p"))
-        row["projection"] = projection(recurrence, sizes, row["part_ms"], row["pieces_ms"], self.near)
+        if (name, sizes) not in self.folds:
+            folding = agreed(lambda: folds(recurrence, sizes, self.clock, device, self.near), device)
+            self.folds[name, sizes] = folding
+        row["folds_ms"] = self.folds[name, sizes]
+        row["projection"] = projection(recurrence, row, cp.ranks, self.near)
+        compared(row, self.fitted, recurrence, cp.ranks)
+
+    def exchanges(self, name, tokens, row):
+        """Every exchange of a call, asked for, beside what the model says of each and which one it chooses."""
+        recurrence = get(name).recurrence
+        given = shard(recurrence, self.inputs(name, tokens, row), self.cp)
+        frame = frame_of(recurrence.spec, row["n"], row["p"])
+        row["chosen"] = self.cp.choice(frame, row["heads"], 4).name
+        row["exchanges"] = {}
+        for exchange in ("gather", "transpose", "relay"):
+            cp = Sequence(self.mesh["cp"], exchange=exchange, links=self.cp.links)
+            told = cp.choice(frame, row["heads"], 4)
+            found = {"model_ms": 1e3 * told.seconds, "bytes": told.bytes, "back": told.back, "rounds": told.rounds}
+            row["exchanges"][exchange] = found
+            try:
+                self.times(found, "ranks", both_ways(lambda cp=cp, **x: recurrence(**x, parallel=cp), given))
+            except Failed as error:
+                found["failed"] = str(error)
+
+    def graphs(self, name, tokens, row):
+        """The times of a row where the calls are replayed from CUDA graphs: what is left when no host is waited for."""
+        recurrence, whole = get(name).recurrence, self.inputs(name, tokens, row)
+        given = shard(recurrence, whole, self.cp)
+        calls = {
+            "part": both_ways(recurrence, given), "whole": both_ways(recurrence, whole),
+            "ranks": both_ways(lambda **x: recurrence(**x, parallel=self.cp), given),
+        }  # fmt: skip
+        for label, ways in calls.items():
+            for way, call in zip(WAYS, ways, strict=True):
+                try:
+                    self.graph(row, label, way, call)
+                except Failed as error:
+                    self.refused[name, label, way] = str(error)
+                    row.setdefault("refused", {})[f"{label} {way}"] = str(error)
+        if "ranks_ms" in row:
+            self.efficiency(row)
+
+    def graph(self, row, label, way, call):
+        if said := self.refused.get((row["name"], label, way)):
+            raise Failed(said)
+        replay = agreed(lambda: captured(call, self.device), self.device)
+        row.setdefault(f"{label}_ms", {})[way] = agreed(lambda: self.clock(replay), self.device)[0]
 
     def layer(self, name, tokens, row):
         layer, width = layer_of(name, self.asked, self.device)
@@ -305,7 +284,7 @@ class Bench:
         timer.start()
         for name in PEERS:
             if name in self.asked.only:
-                tokens = self.asked.lengths[0]
+                tokens = self.asked.shortest
                 self.measure("peers", name, tokens, lambda row, name=name, tokens=tokens: self.peer(name, tokens, row))
         timer.cancel()
 
@@ -316,11 +295,15 @@ class Bench:
             self.cp = Sequence(self.mesh["cp"], links=(self.near, FAR))
             self.record |= {"link": self.near._asdict(), "gathers": points}
             self.save()
-        far = 256 if asked.dry else FAR_TOKENS
-        layers = asked.lengths[0] if asked.dry else LAYER_TOKENS
-        plan = [("rows", t, self.row) for t in asked.lengths] + [("layers", layers, self.layer), ("far", far, self.far)]
+        layers = asked.shortest if asked.dry else LAYER_TOKENS
+        plan = [("rows", t, self.row) for t in asked.lengths] + [("layers", layers, self.layer)]
+        few = [t for t in asked.lengths if t <= MOST_CAPTURED]
+        plan += [("exchanges", t, self.exchanges) for t in few if self.cp.ranks > 2]  # of two ranks all are alike
+        plan += [("graphs", t, self.graphs) for t in few if not asked.dry]
+        plan += [("far", 256 if asked.dry else FAR_TOKENS, self.far)]
         for kind, tokens, make in plan:
-            for name in asked.only if kind in asked.parts else ():
+            names = [n for n in asked.only if kind != "exchanges" or n in EXCHANGED]
+            for name in names if kind in asked.parts else ():
                 self.measure(kind, name, tokens, lambda row, m=make, n=name, t=tokens: m(n, t, row))
         if not self.cp.rank:
             print(table(self.record), flush=True)
@@ -331,43 +314,15 @@ class Bench:
         dist.destroy_process_group()
 
 
-# -- what is printed
-
-
-def percent(row, key):
-    found = row.get(key, {})
-    return "  ".join(f"{100 * found[w]:5.1f} %" if w in found else "      -" for w in WAYS)
-
-
-def line(row):
-    """One row, for people."""
-    text = f"{row['name']:15} {row['tokens_a_rank']:7}  strong {percent(row, 'strong')}  weak {percent(row, 'weak')}"
-    ms = row.get("ranks_ms", {})
-    text += "  " + " ".join(f"{ms[w]:8.3f}" if w in ms else "       -" for w in WAYS) + " ms"
-    if "memory" in row and row["memory"].get("ratio"):
-        text += f"  memory {row['memory']['ratio']:.3f}"
-    if "error_ratio" in row:
-        text += f"  error x{row['error_ratio']:.2f}"
-    if "repeats" in row:
-        text += "  same bits" if row["repeats"] else "  OTHER BITS"
-    if "exposed_ms" in row:
-        text += "  exposed " + " ".join(f"{row['exposed_ms'][w]:.3f}" for w in WAYS)
-    return text + (f"  FAILED {row['failed']}" if "failed" in row else "")
-
-
-def table(record):
-    """All rows: efficiency forward and forward + backward, milliseconds over ranks."""
-    found = ["", f"{record['machine']}", f"link {record.get('link')}"]
-    for kind in ("rows", "layers", "far", "peers"):
-        found += [f"-- {kind}", *(line(row) for row in record[kind])] if record[kind] else []
-    return "\n".join([*found, f"left out: {record['left_out']}"])
-
-
 def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, help="where the record is written")
+    parser.add_argument("--page", type=Path, nargs="*", help="measure nothing: print these records' tables")
+    parser.add_argument("--into", type=Path, help="and put them into this page")
+    parser.add_argument("--fitted", type=Path, help="a record of fewer ranks, whose projection is held to this run")
     parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--without", nargs="*", choices=("errors",), default=[])
     parser.add_argument("--lengths", nargs="*", type=int, help="tokens a rank")
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny: whether all of it runs")
     parser.add_argument("--repeats", type=int, default=7)
@@ -380,12 +335,19 @@ def options():
     parser.add_argument("--ranks", type=int, default=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.lengths = asked.lengths or ([64, 128] if asked.dry else list(LENGTHS))
-    asked.started = time.monotonic()
+    if not asked.page and not asked.json:
+        parser.error("--json: where is the record to be written?")
+    asked.shortest, asked.started = min(asked.lengths), time.monotonic()
     return asked
 
 
 def main():
     asked = options()
+    if asked.page:
+        for path in asked.page:
+            text = page(json.loads(path.read_text()))
+            put_into(asked.into, path.name, text) if asked.into else print(text)
+        return
     if asked.warm:
         warm(asked.warm, asked)
         return

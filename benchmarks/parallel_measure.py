@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from gpu_compile import tune_quickly
 
-from dsf.parallel import Link, Sequence, Simulated, fused
+from dsf.parallel import Link, Sequence, fused
 from dsf.parallel.collectives import Gather
-from dsf.parallel.derive import frame_of
 from dsf.parallel.exchange import AllGather, _frame, _payload
 from dsf.parallel.rank import Rank
 from dsf.parallel.summary import summary_of
@@ -25,16 +24,24 @@ class Failed(Exception):
 
 
 def agreed(call, device):
-    """call() on every rank; Failed on all of them where one raises outside of a collective."""
+    """call() on every rank; Failed on all of them where one raises outside of a collective.
+
+    Around calls that hold collectives of their own too, whose parts without any (which may run out of memory on one
+    rank alone) are then agreed upon themselves, before the next collective.
+    """
     found, text = None, ""
     try:
         found = call()
+    except Failed as error:
+        text = str(error)
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        text = f"rank {dist.get_rank()}: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
     failed = torch.tensor([float(bool(text))], device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failed.item():
-        raise Failed(text or "another rank failed")
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, text)
+        raise Failed(next(said for said in every if said))
     return found
 
 
@@ -125,8 +132,7 @@ class Clock:
 
     def __call__(self, call):
         """(milliseconds, milliseconds of the host) of a call, the same on every rank."""
-        for _ in range(3):  # compiled, recorded, played
-            call()
+        agreed(lambda: thrice(call), self.device)
         samples = []
         count = 1
         for turn in range(self.repeats + 1):
@@ -139,15 +145,43 @@ class Clock:
         return tuple(statistics.median(column) for column in zip(*samples, strict=True))
 
 
+def thrice(call):
+    """Compiled, recorded, played; where memory does not suffice, here."""
+    for _ in range(3):
+        call()
+
+
+def captured(call, device):
+    """What replays call() from a CUDA graph; collectives are in it, so all ranks capture alike."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        agreed(lambda: thrice(call), device)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+
+    def capture():
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
+            call()
+
+    agreed(capture, device)  # nothing is sent while it is recorded, so that a rank that fails leaves none waiting
+    return graph.replay
+
+
 def peak(call, device):
     """Bytes that a call needs at most, with what lies there already; the most of all ranks."""
     if device.type != "cuda":
         return None
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
+
+    def measured():
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+
+    agreed(measured, device)
     found = torch.tensor([torch.cuda.max_memory_allocated()], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return int(found)
@@ -213,8 +247,11 @@ def errors(recurrence, whole, cp, device):
         named = {f"d{n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
         return {"y": y.detach()} | named, dy
 
-    one, dy = run(whole, None)
-    truth, _ = run({n: x.to(wide) for n, x in whole.items()}, dy)
+    def alone():
+        one, dy = run(whole, None)
+        return one, dy, run({n: x.to(wide) for n, x in whole.items()}, dy)[0]
+
+    one, dy, truth = agreed(alone, device)
     ranks, _ = run(shard(recurrence, whole, cp), cp.shard(dy), parallel=cp)
     found = {}
     for name, exact in truth.items():
@@ -303,23 +340,6 @@ def pieces(recurrence, given, cp, clock):
         found["fold"] = clock(lambda: AllGather._fold(rank).forward(rows))[0]
     if not found["fused"]:
         found["C"] = clock(lambda: rank.summary.adjoint(0, tokens, start, dy, None))[0]
-    return found
-
-
-def projection(recurrence, sizes, weak, measured, near):
-    """Milliseconds and efficiency by the model for many ranks: what one rank computes, and an exchange each way."""
-    heads, n, p = sizes
-    frame = frame_of(recurrence.spec, n, p)
-    extra = sum(measured[x] for x in ("F", "M", "fold")), measured["C"]
-    found = {}
-    for ranks in (64, 1024):
-        choice = Simulated(ranks, nodes=ranks // 8, links=(near, FAR)).choice(frame, heads, 4)
-        out = weak["forward"] + extra[0] + 1e3 * choice.seconds
-        both = weak["both"] + sum(extra) + 2e3 * choice.seconds
-        found[str(ranks)] = {
-            "exchange": choice.name, "bytes": choice.bytes, "forward_ms": out, "both_ms": both,
-            "forward": weak["forward"] / out, "both": weak["both"] / both, "projection": True,
-        }  # fmt: skip
     return found
 
 
