@@ -71,7 +71,8 @@ def warm_all(asked, rank, ranks):
     begin, running = time.monotonic(), []
     told = [str(asked.json), "--ranks", str(ranks), "--lengths", *map(str, asked.lengths), "--parts", *asked.parts]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER", "GROUP", "ROLE"))}
-    clean["CUDA_VISIBLE_DEVICES"] = str(rank)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    clean["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     jobs = [(name, []) for name in asked.only]
     if "peers" in asked.parts and importlib.util.find_spec("fla"):
         jobs += [(n, ["--share", str(i), str(SHARES)]) for n in PEERS if n in asked.only for i in range(SHARES)]
