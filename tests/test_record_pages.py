@@ -18,7 +18,9 @@ BLOCKS = [
     for page in sorted((ROOT / "docs").rglob("*.md"))
     for name, text in BLOCK.findall(page.read_text(encoding="utf-8"))
 ]
-MAKERS = {"gpu_matrix": "gpu_page", "layers": "layers_page"}  # else the script of the record's name
+MAKERS = {  # else the script of the record's name
+    "gpu_matrix": "gpu_page", "layers": "layers_page", "parallel": "parallel_page", "parallel_4": "parallel_page",
+}  # fmt: skip
 WHOLE_PAGES = ["cpu_page", "lens_page"]
 
 
@@ -45,7 +47,8 @@ def test_a_whole_page_is_what_its_record_makes(name: str) -> None:
 
 
 def test_blocks_are_found() -> None:
-    assert {"gpu_matrix", "gpu_scan", "gpu_decode", "gpu_accuracy", "layers"} <= {name for _, name, _ in BLOCKS}
+    made = {name for _, name, _ in BLOCKS}
+    assert {"gpu_matrix", "gpu_scan", "gpu_decode", "gpu_accuracy", "layers", "parallel"} <= made
 
 
 def test_a_hybrid_s_run_goes_on_from_its_first_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
