@@ -61,6 +61,24 @@ def test_decays_by_channel_equal_the_oracle(recurrence, tokens):
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
+@pytest.mark.parametrize("recurrence", ACROSS, ids=lambda r: r.name)
+def test_inputs_that_need_no_gradient_get_none_and_change_no_other(recurrence):
+    """Each input in turn; the state never has one."""
+    given = {n: x.float() for n, x in sample(recurrence, tokens=3).items()}
+
+    def grads(names):
+        x = {n: v.clone().requires_grad_(n in names) for n, v in given.items()}
+        recurrence(**x, form="chunk", backend="triton").square().sum().backward()
+        return {n: v.grad for n, v in x.items()}
+
+    every = grads(given)
+    for name in given:
+        found = grads(given.keys() - {name})
+        assert found.pop(name) is None
+        for n, g in found.items():
+            torch.testing.assert_close(g, every[n])
+
+
 CHOSEN = (
     {},
     {"N": 32},

@@ -301,6 +301,8 @@ def pulled_back(call: ChunkCall, wanted: dict[str, Tensor], found: dict[str, Ten
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     made = {*known.direct, known.skip, *known.vectors}
     pulled = [a for a in known.inputs if a.role in wanted and a.role not in made]
+    for a in known.inputs:  # the printed adjoint stores those that have room
+        call.tensors.setdefault(f".grad_{a.role}", None)
     for a in pulled:
         call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role])
     if pulled:
