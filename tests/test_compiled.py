@@ -262,6 +262,7 @@ FAMILIES = {
         {
             "leaky_peak": of(scans.leaky_peak, every_way),
             "leaky_peak, wide": of(scans.leaky_peak, B=16, H=1, P=1024),
+            "leaky_peak, packed, wide": of(scans.leaky_peak, packed=True, state=True, H=1, P=1 << 14),
             "before": of(scans.before, **FEW),
             "crowded, packed": of(scans.crowded, packed=True, state=True, N=16),
             "crowded, packed, long": of(scans.crowded, packed=True, state=True, T=1 << 16, N=16, P=4096),

@@ -113,26 +113,6 @@ def test_future_sequences_never_change_earlier_ones():
     assert torch.equal(r(**changed, cu_seqlens=torch.tensor(BOUNDS))[:, :15], y[:, :15])
 
 
-@EACH
-def test_a_sequence_that_is_not_finite_leaves_the_others_as_they_are(recurrence):
-    """Also the gradients of their tokens. Sums of angles run over all tokens, so turns are left out."""
-    if recurrence.spec.frame is not None and recurrence.spec.frame.angles is not None:
-        return
-    keep = [*range(10), *range(12, 33)]
-    inputs, found = packed(recurrence), []
-    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
-    for value in (None, float("nan")):
-        leaves = {name: x.clone() for name, x in inputs.items()}
-        for name in timed if value is not None else ():
-            leaves[name][:, 10:12] = value
-        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        y = recurrence(**leaves, cu_seqlens=torch.tensor(BOUNDS))[:, keep]
-        grads = torch.autograd.grad(y.square().sum(), [leaves[name] for name in sorted(timed)], allow_unused=True)
-        found.append([y.detach(), *(x[:, keep] for x in grads if x is not None)])
-    for got, expected in zip(*reversed(found), strict=True):
-        assert_same(got, expected)
-
-
 def true_of(recurrence, state):
     """A state as it may be compared; None: before a first token."""
     return recurrence.true_state(state, 2) if state is not None else torch.zeros((), dtype=torch.float64)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETED, interpreted
+from not_finite import BOUNDS, assert_alone
 from scan_family import aligned, before, bounded, channels, erasing, late_swing, leaky_peak, swinging, twice, weighted
 
 import dsf
@@ -379,6 +380,25 @@ def test_packed_segments_without_a_cotangent_of_the_states(
     expected = found("torch")
     monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: (3, 4))
     close(found("triton"), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [1, 4], ids=["runs", "tiles in flight"])  # of vector states
+@pytest.mark.parametrize("segments", [(1, 24), (6, 4)], ids=lambda x: f"{x[0]} segments")
+@pytest.mark.parametrize("recurrence", [qlstm, mingru, leaky_peak, s6, before, channels], ids=lambda r: r.name)
+def test_a_packed_sequence_that_is_not_finite_reaches_no_other(
+    recurrence: dsf.Recurrence, segments: tuple[int, int], heads: int, small_tiles: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its state is dropped where the next begins; multiplied by a decay of zero it would stay NaN."""
+    from dsf.kernels.triton.scan import launches as scan_ops
+
+    if heads > 1 and recurrence.spec.has_key:
+        pytest.skip("the same tiles")
+    monkeypatch.setattr(scan_ops, "segments", lambda tokens, programs, t, device: segments)
+    given = draw(recurrence, tokens=BOUNDS[-1], heads=heads, p=9)
+    state = torch.randn(4, heads, *recurrence.state_shape(3 if recurrence.spec.has_key else 1, 9))
+    assert_alone(recurrence, given, state if segments[0] > 1 else None, float("nan"), backend="triton")
 
 
 @interpreted

@@ -44,18 +44,17 @@ def masked(one: Coefficients, valid: Expr) -> Coefficients:
     return replace(one, A=where(valid > 0.5, one.A, 1.0), B=where(valid > 0.5, one.B, 0.0))
 
 
-def packed(one: Coefficients, before: bool, starts: Expr, initial: Expr | None = None) -> Coefficients:
-    """The coefficients with a reset of the state to `initial` at the first token of every sequence.
+def packed(one: Coefficients, before: bool, initial: Expr | None = None) -> Coefficients:
+    """The coefficients for a state that is zero before the first token of every sequence, where it should be `initial`.
 
-    starts: above 0.5 at these tokens. initial: None for a zero state; its value at other tokens is zero.
+    initial: None for a zero state; its value at other tokens is zero. The kernels replace the state by zero (the hole
+    `fresh`): a decay of zero would not do, since 0 · NaN is NaN, and a sequence that is not finite would reach others.
     """
-    a = where(starts > 0.5, 0.0, one.A)
-    c = where(starts > 0.5, 0.0, one.C) if before else one.C
     if initial is None:
-        return replace(one, A=a, C=c)
+        return one
     seen = times(one.C, initial)
     seen = times(one.E, sum_key(seen) if KEY in seen.axes else seen)
-    return replace(one, A=a, B=one.B + times(one.A, initial), C=c, D=one.D + seen if before else one.D)
+    return replace(one, B=one.B + times(one.A, initial), D=one.D + seen if before else one.D)
 
 
 def _decay(step: System) -> Expr:

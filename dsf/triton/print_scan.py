@@ -70,18 +70,18 @@ class _Emission:
         self.kinds |= {i.name: i.kind for i in inputs[len(spec.inputs) :]}
         whole = parts(spec).left
         added: list[Expr] = []
+        self.starts = symbol(STARTS, frozenset()) if tokens in ("packed", "continued") else None
         if tokens == "masked":
             added = [symbol(VALID, frozenset())]
             whole = masked(whole, *added)
-        elif tokens:
-            added = [symbol(STARTS, frozenset())]
-            if tokens == "continued":
-                added.append(symbol(INITIAL, BOTH if spec.has_key else frozenset({VALUE})))
-            whole = packed(whole, spec.system.read == "before", *added)
+        elif self.starts is not None:
+            given = [symbol(INITIAL, BOTH if spec.has_key else frozenset({VALUE}))] if tokens == "continued" else []
+            whole = packed(whole, spec.system.read == "before", *given)
+            added = [self.starts, *given]
         inputs = (*inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in added))
         self.kinds |= {x.attrs[0]: Kind(x.axes) for x in added}
         roots = (inward(whole.A), *whole.roots[1:])
-        nodes = inputs_of(*roots)
+        nodes = [*inputs_of(*roots), *([] if self.starts is None else [self.starts])]
         self.tokens = sorted(
             (x for x in nodes if self.kinds[x.attrs[0]].time),
             key=lambda x: (x.attrs[0] != STARTS, KEY in x.axes, (VALUE in x.axes) == (KEY in x.axes)),
@@ -135,6 +135,7 @@ class _Emission:
             self._setup(),
             self._load(),
             self._step(),
+            *self._fresh(),
             *self._products(),
             self._zeros(),
             self._pull(),
@@ -227,8 +228,17 @@ class _Emission:
         body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
         return ["def step(tokens, held, at):", *indented(body)]
 
+    def _fresh(self) -> list[list[str]]:
+        """Whether a token is the first of a packed sequence."""
+        if self.starts is None:
+            return []
+        names = unpacked([self.names[x] for x in self.tokens], "tokens")
+        return [["def fresh(tokens, at):", *indented([AT, names, f"return {self.names[self.starts]} > 0.5"])]]
+
     def _products(self) -> list[list[str]]:
         """For A = exp(r w) with r of tokens without a Key axis and w of Params: products of A from sums of r."""
+        if self.starts is not None:  # which a first token ends
+            return []
         decay = self.roots[0]
         parts = key_and_rest(decay.args[0]) if decay.op == "exp" else None
         if parts is None or set(inputs_of(parts[0])) & set(self.tokens):

@@ -14,7 +14,9 @@ import triton.language as tl
 
 from dsf.kernels.triton.scan.tiles import (
     blend,
+    cleared,
     fill,
+    first_tokens,
     firsts,
     given_offset,
     join,
@@ -85,14 +87,14 @@ def pass_tile(x, tokens, state, at, holes: tl.constexpr, shape: tl.constexpr):
     """The state after a whole tile, from `state` before it."""
     a, b, c, e, d = holes.step(tokens, x.held, at)
     a, b = blend(a, b, True, shape, False)
-    return last_state(a, b, state, shape.K)
+    return last_state(a, b, first_tokens(tokens, at, a, holes), state, shape.K)
 
 
 @triton.jit
-def walk_back(a, written, late, cotangent, shape: tl.constexpr, ARRIVING: tl.constexpr):
+def walk_back(a, fresh, written, late, cotangent, shape: tl.constexpr, ARRIVING: tl.constexpr):
     """The cotangents of the states after every token, and of the state before the tile.
 
-    written: contributions of outputs; late: of final states (ARRIVING).
+    fresh: of `first_tokens`; written: contributions of outputs; late: of final states (ARRIVING).
     """
     K: tl.constexpr = shape.K
     G: tl.constexpr = shape.G
@@ -104,13 +106,13 @@ def walk_back(a, written, late, cotangent, shape: tl.constexpr, ARRIVING: tl.con
         add = tl.where(last, cotangent, 0.0)
         keep = tl.full(add.shape, 1.0, tl.float32)
         for j in tl.static_range(K):
-            _, add = pass_back(a, written, late, add, t, K - 1 - j, AXIS, shape.BEFORE, ARRIVING)
-            keep *= take(a, t, K - 1 - j, AXIS)
-        entering, left = join(keep, add, G)
+            _, add = pass_back(a, fresh, written, late, add, t, K - 1 - j, AXIS, shape.BEFORE, ARRIVING)
+            keep = cleared(keep * take(a, t, K - 1 - j, AXIS), fresh, t, K - 1 - j, AXIS)
+        entering, left = join(keep, add, G, fresh is not None)
         cotangent = tl.where(last, cotangent, entering)
     g = a
     for j in tl.static_range(K):
-        here, cotangent = pass_back(a, written, late, cotangent, t, K - 1 - j, AXIS, shape.BEFORE, ARRIVING)
+        here, cotangent = pass_back(a, fresh, written, late, cotangent, t, K - 1 - j, AXIS, shape.BEFORE, ARRIVING)
         g = tl.where(t == K - 1 - j, here, g)
     if G == 1:
         left = cotangent
@@ -119,8 +121,9 @@ def walk_back(a, written, late, cotangent, shape: tl.constexpr, ARRIVING: tl.con
 
 @triton.jit
 def pass_back(
-    a, written, late, cotangent, t, k: tl.constexpr, AXIS: tl.constexpr, BEFORE: tl.constexpr, ARRIVING: tl.constexpr
-):
+    a, fresh, written, late, cotangent, t, k: tl.constexpr, AXIS: tl.constexpr, BEFORE: tl.constexpr,
+    ARRIVING: tl.constexpr,
+):  # fmt: skip
     """The cotangents of the states after and before token k."""
     if ARRIVING:
         cotangent += take(late, t, k, AXIS)
@@ -129,7 +132,7 @@ def pass_back(
     earlier = take(a, t, k, AXIS) * cotangent
     if BEFORE:
         earlier += take(written, t, k, AXIS)
-    return cotangent, earlier
+    return cotangent, cleared(earlier, fresh, t, k, AXIS)
 
 
 @triton.jit
@@ -147,7 +150,8 @@ def pull_tile(
     """One tile, from the last token to the first. state: before it; cotangent: after it. The holes store gradients."""
     a, b, c, e, d = holes.step(tokens, x.held, at)
     a, b = blend(a, b, at.t_ok, shape, MASKED)
-    before, after, _ = walk(a, b, state, shape.K, shape.G)
+    fresh = first_tokens(tokens, at, a, holes)
+    before, after, _ = walk(a, b, fresh, state, shape.K, shape.G)
     seen = before if shape.BEFORE else after
     scaled = e * dd
     written = fill(c * scaled, shape, shape.NB)
@@ -157,7 +161,7 @@ def pull_tile(
     if x.given.states is not None:
         to, last = packed_ends(x.given.ends, at)
         late = tl.load(x.given.states + to, mask=last & at.n_ok & at.p_ok, other=0.0)
-    g, cotangent = walk_back(a, written, late, cotangent, shape, x.given.states is not None)
+    g, cotangent = walk_back(a, fresh, written, late, cotangent, shape, x.given.states is not None)
     if MASKED:
         g = tl.where(at.t_ok, g, 0.0)
     de = dd * sum_key(c * seen, at.n_ok)

@@ -47,7 +47,7 @@ from dsf.kernels.triton.scan.rows import (
     shelve,
     together,
 )
-from dsf.kernels.triton.scan.tiles import given_offset, packed_ends, place_of, program, row_of
+from dsf.kernels.triton.scan.tiles import entered, given_offset, packed_ends, place_of, program, row_of
 from dsf.kernels.triton.tile import fixed, in_order, tokens_of
 
 
@@ -60,7 +60,7 @@ def walk_entry(x, tokens, held, run, state, at, t0, end, n, holes: tl.constexpr,
         here = place_of(at, t0, n, i, end)
         one = token(x.args, tokens, run, here, i, holes)
         a, b, c, e, d = holes.step(one, held, here)
-        then = holes.moved(one, held, a, b, state, here)
+        then = holes.moved(one, held, a, b, entered(state, one, here, holes), here)
         state = tl.where(here.t_ok, then, state) if shape.MASKED else then
         states = states + (state,)  # type: ignore[assignment]  # noqa: RUF005
         steps = steps + ((a, c, e),)  # type: ignore[assignment]  # noqa: RUF005
@@ -91,8 +91,9 @@ def pull_entry(
             to, last = packed_ends(x.given.ends, here)
             cotangent += tl.load(x.given.states + to, mask=last & at.p_ok, other=0.0)
         one = token(x.args, tokens, run, here, i, holes)
+        before = entered(states[i], one, here, holes)
         if shape.BEFORE:
-            seen = states[i]
+            seen = before
             g = cotangent
         else:
             seen = states[i + 1]
@@ -102,10 +103,11 @@ def pull_entry(
             cotangent = tl.where(here.t_ok, cotangent, g)
         if shape.BEFORE:
             cotangent += written
+        cotangent = entered(cotangent, one, here, holes)
         if MASKED:
             g = tl.where(here.t_ok, g, 0.0)
         terms, value, sums = holes.entry(
-            one, held, x.grads, g * states[i], g, seen * scaled, a * g * states[i], states[i], here
+            one, held, x.grads, g * before, g, seen * scaled, a * g * before, before, here
         )  # fmt: skip
         adds = (plus(found[i], terms),) + adds  # type: ignore[assignment]  # noqa: RUF005
         reads = (read[i] + c * seen,) + reads  # type: ignore[assignment]  # noqa: RUF005

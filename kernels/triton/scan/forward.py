@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.launch import constant
-from dsf.kernels.triton.scan.tiles import Shape, place_of, program, row_of, state_offset
+from dsf.kernels.triton.scan.tiles import Shape, entered, place_of, program, row_of, state_offset
 from dsf.kernels.triton.tile import widened
 
 
@@ -74,9 +74,9 @@ def turn(args, at, c0, n, states, holes: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def endings(ends, c0, K: tl.constexpr):
-    """The numbers of packed sequences that end at each of K tokens, 0 for none; and whether any does."""
+    """The numbers of packed sequences that end at each of K tokens, 0 for none; whether any ends or begins there."""
     found = ()
-    some = 0
+    some = tl.load(ends + c0 - 1, mask=c0 > 0, other=0).to(tl.int64)
     for k in tl.static_range(K):
         number = tl.load(ends + c0 + k).to(tl.int64)
         found = found + (number,)  # type: ignore[assignment]  # noqa: RUF005
@@ -88,7 +88,8 @@ def endings(ends, c0, K: tl.constexpr):
 def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.constexpr):
     """The outputs of K tokens from c0 on; updates the states [N, P].
 
-    numbers: None, or the numbers of the sequences that end at each token, whose final states are stored.
+    numbers: None, or the numbers of the sequences that end at each token, whose final states are stored; only there
+    sequences also begin.
     """
     if out.saved is None:  # to the same memory; this store keeps ptxas from delaying the next turn's loads
         saved = states
@@ -113,7 +114,9 @@ def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.c
                 one = token(args, tokens, run, here, k, holes)
                 a, b, c, e, d = holes.step(one, held, here)
                 before = state
-                state = holes.moved(one, held, a, b, state, here)
+                if numbers is not None:
+                    before = entered(state, one, here, holes)
+                state = holes.moved(one, held, a, b, before, here)
                 if numbers is not None:
                     to = out.final + state_offset((numbers[k] - 1) * at.H + at.head, n, at)
                     tl.store(to, state, mask=at.p_ok & (numbers[k] > 0))
@@ -131,7 +134,7 @@ def forward(args, out, states, numbers, at, c0, holes: tl.constexpr, shape: tl.c
 
 @triton.jit
 def advance(args, out, states, at, c0, holes: tl.constexpr, shape: tl.constexpr):
-    """`forward`, also with final states for the few ranges in which packed sequences end."""
+    """`forward`, also with first and final states for the few ranges in which packed sequences begin or end."""
     if out.ends is None:
         forward(args, out, states, None, at, c0, holes, shape)
     else:
@@ -190,23 +193,32 @@ def absorb(args, given, local, products, at, c0, low, high, holes: tl.constexpr,
         for _ in range(tl.minimum(some, 1)):  # a loop, since the compiler moves nothing out of a branch
             held = holes.setup(args, place_of(at, c0, n))
             run = holes.runs(args, place_of(at, c0, n), K)
+            inside = place_of(at, c0, n).t_ok  # the sequence that the walk began in
             for k in tl.static_range(LAST if STATES else 0, -1 if STATES else K, -1 if STATES else 1):
                 here = place_of(at, c0, n, k)
-                a, b, c, e, d = holes.step(token(args, tokens, run, here, k, holes), held, here)
+                one = token(args, tokens, run, here, k, holes)
+                a, b, c, e, d = holes.step(one, held, here)
                 if STATES:
-                    state = tl.fma(product, b, state)
-                    product *= a
+                    new = tl.fma(product, b, state)
+                    state = new if holes.fresh is None else tl.where(inside, new, state)
+                    product = entered(product * a, one, here, holes)
+                    if holes.fresh is not None:
+                        inside = inside & ~holes.fresh(one, here)
                 else:
+                    if holes.fresh is not None:
+                        inside = inside & ~holes.fresh(one, here)
+                    new = state
                     written = c * (e * scales[k])
                     if shape.BEFORE:
-                        state = tl.fma(product, written, state)
-                    product *= a
+                        new = tl.fma(product, written, new)
+                    product = entered(product * a, one, here, holes)
                     if given.states is not None:
                         number = tl.load(given.ends + c0 + k).to(tl.int64)
                         there = given.states + state_offset((number - 1) * at.H + at.head, n, at)
-                        state += product * tl.load(there, mask=at.p_ok & (number > 0), other=0.0)
+                        new += product * tl.load(there, mask=at.p_ok & (number > 0), other=0.0)
                     if not shape.BEFORE:
-                        state = tl.fma(product, written, state)
+                        new = tl.fma(product, written, new)
+                    state = new if holes.fresh is None else tl.where(inside, new, state)
             tl.store(local + n * at.P + at.p, state, mask=at.p_ok)
             tl.store(products + n * at.P + at.p, product, mask=at.p_ok)
         alive += some

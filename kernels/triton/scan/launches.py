@@ -89,6 +89,11 @@ class Hole:
         """The functions as kernels take them."""
         return Holes(*(getattr(self.functions, name, None) for name in NAMES))
 
+    @property
+    def packed(self) -> bool:
+        """True where sequences begin at tokens."""
+        return hasattr(self.functions, "fresh")
+
     def by_entry(self, s: Sizes) -> bool:
         """True where kernels by entry can run: independent entries, and inputs within 32-bit offsets."""
         return self.separable and s.n > 1 and s.n * (s.tokens + ALIGNED) < 1 << 31
@@ -252,7 +257,8 @@ def _entering(go: Launch, hole: Hole, args: Any, given: Cotangents, first: Tenso
     """
     sums, local, product = summed(go, hole, args, given, like)
     fine = (local.shape[2] - 1) // (go.segments - 1)
-    return combined(sums, local, product, first, given.dy is not None)[:, :, ::fine].contiguous()
+    every = combined(sums, local, product, first, given.dy is not None, hole.packed)
+    return every[:, :, ::fine].contiguous()
 
 
 def summed(
@@ -303,14 +309,21 @@ def _summed_by_entry(
 
 
 def combined(
-    go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool, keep: bool = False
-) -> Tensor:
-    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local` unless that is kept."""
+    go: Launch, local: Tensor, product: Tensor, first: Tensor | None, reverse: bool, packed: bool = False,
+    keep: bool = False,
+) -> Tensor:  # fmt: skip
+    """The entering state (cotangent) of every piece [B, H, pieces, N, P]; overwrites `local` unless that is kept.
+
+    packed: sequences may begin in a piece, whose product is zero then.
+    """
     out = local.new_empty(local.shape) if keep else local
     size = go.sizes.n * go.sizes.p
     block = min(COMBINE, power(size))
     grid = (-(-size // block) * go.sizes.rows,)
-    start(combine, grid, local, product, first, out, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse)
+    start(
+        combine, grid, local, product, first, out, size, local.shape[2], BLOCK=block, K=8, REVERSE=reverse,
+        PACKED=packed,
+    )  # fmt: skip
     return out
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from dsf.kernels.triton import lanes
 from dsf.kernels.triton.scan.forward import token
-from dsf.kernels.triton.scan.tiles import At, Shape, place_of
+from dsf.kernels.triton.scan.tiles import At, Shape, entered, place_of
 from dsf.kernels.triton.tile import in_order, tile_of, tokens_of
 
 
@@ -221,7 +221,7 @@ def advance(x, at, t0, kept, place, then, left, stored, holes: tl.constexpr, sha
                 here = place_of(at, t0, n + u, i)
                 one = token(x.args, tokens, run, here, i, holes)
                 a, b, c, e, d = holes.step(one, held, here)
-                state = holes.moved(one, held, a, b, state, here)
+                state = holes.moved(one, held, a, b, entered(state, one, here, holes), here)
             here_row = lanes.behind(first, u * shape.ROW * shape.BP, shape.SHARED)
             lanes.put(here_row, then, state, shape.BP, shape.SHARED)
             if left is not None:

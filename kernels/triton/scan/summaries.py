@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.scan.tiles import blend, given_offset, moved, packed_ends, program, row_of, state_offset
+from dsf.kernels.triton.scan.tiles import (
+    blend,
+    cleared,
+    first_tokens,
+    given_offset,
+    joint,
+    moved,
+    packed_ends,
+    program,
+    row_of,
+    state_offset,
+)
 from dsf.kernels.triton.tile import take
 
 
@@ -37,15 +48,16 @@ def absorb_tile(
     if given.dy is not None:
         b = c * (e * found[1])
     a, b = blend(a, b, at.t_ok, shape, MASKED)
+    fresh = first_tokens(found[0], at, a, holes)
     late = b
     if given.states is not None:
         to, last = packed_ends(given.ends, at)
         late = tl.load(given.states + to, mask=last & at.n_ok & at.p_ok, other=0.0)
     for k in tl.static_range(K):
         if given.dy is None:
-            state = take(a, at.t, k) * state + take(b, at.t, k)
+            state = take(a, at.t, k) * cleared(state, fresh, at.t, k) + take(b, at.t, k)
             if holes.rate is None:
-                decay *= take(a, at.t, k)
+                decay = cleared(decay * take(a, at.t, k), fresh, at.t, k)
         else:
             if given.states is not None:
                 state += take(late, at.t, K - 1 - k)
@@ -54,8 +66,9 @@ def absorb_tile(
             state *= take(a, at.t, K - 1 - k)
             if shape.BEFORE:
                 state += take(b, at.t, K - 1 - k)
+            state = cleared(state, fresh, at.t, K - 1 - k)
             if holes.rate is None:
-                decay *= take(a, at.t, K - 1 - k)
+                decay = cleared(decay * take(a, at.t, K - 1 - k), fresh, at.t, K - 1 - k)
     if holes.rate is not None:
         found_rate = holes.rate(found[0], held, at)
         if MASKED:
@@ -136,11 +149,14 @@ def summaries(args, given, local, product, T, H, P, segments, span, origin, hole
 
 
 @triton.jit(do_not_specialize=["segments"])
-def combine(local, product, first, out, size, segments, BLOCK: tl.constexpr, K: tl.constexpr, REVERSE: tl.constexpr):
+def combine(
+    local, product, first, out, size, segments, BLOCK: tl.constexpr, K: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
     """The entering state of every segment, in time order, or its cotangent, in reverse order.
 
     local, product, out: [rows, segments, size]; out may be local. first: [rows, size], enters the first (last) segment,
-    or None for zeros.
+    or None for zeros. PACKED: sequences may begin in a segment, whose product is zero then.
     """
     blocks = tl.cdiv(size, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -158,5 +174,5 @@ def combine(local, product, first, out, size, segments, BLOCK: tl.constexpr, K: 
         enters = adds
         for j in tl.static_range(K):
             enters = tl.where(k == j, carry, enters)
-            carry = take(keeps, k, j) * carry + take(adds, k, j)
+            carry = joint(take(keeps, k, j), carry, take(adds, k, j), PACKED)
         tl.store(out + here, enters, mask=(s0 + k < segments) & (i < size))

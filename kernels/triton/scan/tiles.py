@@ -8,6 +8,7 @@ registers and the sum over N stays inside a thread. A vector state (N = 1) comes
 
     setup(args, at) -> what depends on Params alone           load(args, at) -> this tile's tokens
     step(tokens, held, at) -> A, B, C, E, D with y = E Σ_n C S + D, each broadcasting to the tile
+    fresh(tokens, at) -> which tokens are the first of a packed sequence; None where nothing is packed
     pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink) -> sums, storing the tokens' gradients
     zeros(NB, BP) -> the Params' sums before the first token
     finish(args, grads, sums, segment, segments, at): stores the Params' gradients of this program
@@ -67,9 +68,9 @@ class Cotangents(NamedTuple):
 
 
 NAMES = (
-    "setup", "load", "step", "pull", "zeros", "finish", "rate", "kept", "plain", "plain_back", "runs", "runs_back",
-    "spread", "whole", "ahead", "parted", "merge", "moved", "passed", "entry", "keys_at", "keys_added", "keys_stored",
-    "after", "puts", "blank",
+    "setup", "load", "step", "fresh", "pull", "zeros", "finish", "rate", "kept", "plain", "plain_back", "runs",
+    "runs_back", "spread", "whole", "ahead", "parted", "merge", "moved", "passed", "entry", "keys_at", "keys_added",
+    "keys_stored", "after", "puts", "blank",
 )  # fmt: skip
 # The printed functions of a spec, None for those that it does not need.
 Holes = make_dataclass("Holes", [(x, Any, None) for x in NAMES], bases=(Config,), frozen=True, repr=False)
@@ -215,6 +216,43 @@ def blend(a, b, t_ok, shape: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def entered(state, tokens, at, holes: tl.constexpr):
+    """The state before a token, or the cotangent of it: zero before the first token of a packed sequence.
+
+    Multiplied by a zero instead, a NaN or infinity of the sequence before (the cotangent: behind) would stay.
+    """
+    if holes.fresh is not None:
+        state = tl.where(holes.fresh(tokens, at), 0.0, state)
+    return state
+
+
+@triton.jit
+def first_tokens(tokens, at, like, holes: tl.constexpr):
+    """1 for the first tokens of packed sequences, else 0, in the shape of a full tile; None where nothing is packed."""
+    found = None
+    if holes.fresh is not None:
+        found = tl.broadcast_to(tl.where(holes.fresh(tokens, at), 1.0, 0.0), like.shape)
+    return found
+
+
+@triton.jit
+def cleared(state, fresh, t, k: tl.constexpr, AXIS: tl.constexpr = 0):
+    """`entered` for token k of a tile; fresh: of `first_tokens`."""
+    if fresh is not None:
+        state = tl.where(take(fresh, t, k, AXIS) > 0.5, 0.0, state)
+    return state
+
+
+@triton.jit
+def joint(keep, state, add, PACKED: tl.constexpr):
+    """keep state + add. PACKED: a zero, as a sequence that begins gives it, also takes a NaN or infinity."""
+    found = keep * state + add
+    if PACKED:
+        found = tl.where(keep == 0.0, add, found)
+    return found
+
+
+@triton.jit
 def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added):
     """Composition of two ranges of runs: s -> keep s + add over the whole range, kept s + added before its last run."""
     return (
@@ -226,22 +264,36 @@ def link(keep, add, kept, added, later_keep, later_add, later_kept, later_added)
 
 
 @triton.jit
-def join(keep, add, G: tl.constexpr):
+def link_packed(keep, add, kept, added, later_keep, later_add, later_kept, later_added):
+    """`link` of runs in which packed sequences may begin, whose states are `joint`."""
+    return (
+        keep * later_keep,
+        tl.where(later_keep == 0.0, later_add, later_keep * add + later_add),
+        keep * later_kept,
+        tl.where(later_kept == 0.0, later_added, later_kept * add + later_added),
+    )
+
+
+@triton.jit
+def join(keep, add, G: tl.constexpr, PACKED: tl.constexpr):
     """The states before all runs but the first, and after the last, for runs s -> keep s + add [G, 1, BP].
 
     `add` of the first run includes the state before it.
     """
     one = tl.full(add.shape, 1.0, tl.float32)
-    keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link)
+    if PACKED:
+        keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link_packed)
+    else:
+        keep, add, kept, added = tl.associative_scan((keep, add, one, one - 1.0), 0, link)
     g = tl.arange(0, G)[:, None, None]
     return added, tl.sum(tl.where(g == G - 1, add, -0.0), 0, keep_dims=True)
 
 
 @triton.jit
-def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
+def walk(a, b, fresh, state, K: tl.constexpr, G: tl.constexpr):
     """States before and after every token of a tile, and the last one.
 
-    state: before the tile, or before every run [G, 1, BP], and then no last one is returned.
+    state: before the tile, or before every run [G, 1, BP], and then no last one is returned. fresh: of `first_tokens`.
     """
     t = turns(K, G)
     last = state
@@ -250,14 +302,15 @@ def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
         add = tl.where(first, state, 0.0)
         keep = tl.full(add.shape, 1.0, tl.float32)
         for k in tl.static_range(K):
-            add = take(a, t, k, 1) * add + take(b, t, k, 1)
-            keep *= take(a, t, k, 1)
-        entering, last = join(keep, add, G)
+            add = take(a, t, k, 1) * cleared(add, fresh, t, k, 1) + take(b, t, k, 1)
+            keep = cleared(keep * take(a, t, k, 1), fresh, t, k, 1)
+        entering, last = join(keep, add, G, fresh is not None)
         state = tl.where(first, state, entering)
     AXIS: tl.constexpr = 0 if G == 1 else 1
     before = a
     after = a
     for k in tl.static_range(K):
+        state = cleared(state, fresh, t, k, AXIS)
         before = tl.where(t == k, state, before)
         state = take(a, t, k, AXIS) * state + take(b, t, k, AXIS)
         after = tl.where(t == k, state, after)
@@ -267,9 +320,9 @@ def walk(a, b, state, K: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def last_state(a, b, state, K: tl.constexpr):
+def last_state(a, b, fresh, state, K: tl.constexpr):
     """The state after a tile without runs."""
     t = turns(K, 1)
     for k in tl.static_range(K):
-        state = take(a, t, k) * state + take(b, t, k)
+        state = take(a, t, k) * cleared(state, fresh, t, k) + take(b, t, k)
     return state

@@ -10,6 +10,7 @@ import triton.language as tl
 from dsf.kernels.triton.scan.tiles import (
     blend,
     fill,
+    first_tokens,
     firsts,
     given_offset,
     moved,
@@ -48,7 +49,7 @@ def read_tile(tokens, held, out, state, at, t0, end, holes: tl.constexpr, shape:
     at = moved(at, t0, at.t >= 0 if shape.G > 1 and not MASKED else t0 + at.t < end)
     a, b, c, e, d = holes.step(tokens, held, at)
     a, b = blend(a, b, at.t_ok, shape, MASKED)
-    before, after, state = walk(a, b, state, shape.K, shape.G)
+    before, after, state = walk(a, b, first_tokens(tokens, at, a, holes), state, shape.K, shape.G)
     if out.saved is not None:
         run = t0 + firsts(shape.K, shape.G)
         to = out.saved + saved_offset(run, at.n, at, shape.M)
