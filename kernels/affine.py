@@ -108,16 +108,18 @@ class Frame:
         log = like.new_zeros(*lead, self.rows, self.columns)
         return torch.stack([log, torch.ones_like(log)], dim=-3) if self.signed else log
 
-    def logarithm(self, move: Tensor) -> tuple[Tensor, Tensor | float]:
-        """(log |M|, sign) of a stored "scale" of a system with a running maximum."""
+    def logarithm(self, move: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(log |M|, the sign or None for positive ones) of a stored "scale" of a system with a running maximum."""
         if not self.signed:
-            return move, 1.0
+            return move, None
         log, sign = move.unbind(-3)
         return log, self.wide(sign)
 
     def into(self, move: Tensor | None, written: Tensor, state: Tensor) -> Tensor:
         """M S + F of stored states [..., N, total]. written: F as stored."""
         if not self.gain:
+            if self.kind == "scale" and move is not None:
+                return torch.addcmul(written, state, self.wide(move))
             return self.act(move, state) + written
         (plain, gain), (added, own) = self._even(state), self._even(written)
         if self.kind == "scale":  # exponents are added first, since M alone may underflow
@@ -125,11 +127,16 @@ class Frame:
             log, sign = self.logarithm(move)
             carried = gain + log
             after = torch.maximum(own, carried)
-            kept = plain * sign * self.wide((carried - after).exp())
+            kept = self.signed_by(sign, plain) * self.wide((carried - after).exp())
         else:
             after = torch.maximum(own, gain)
             kept = self.act(move, plain) * self.wide((gain - after).exp())
-        return torch.cat([kept + added * self.wide((own - after).exp()), after], dim=-1)
+        return torch.cat([torch.addcmul(kept, added, self.wide((own - after).exp())), after], dim=-1)
+
+    @staticmethod
+    def signed_by(sign: Tensor | None, x: Tensor) -> Tensor:
+        """x times the sign, if any."""
+        return x if sign is None else x * sign
 
     def act(self, move: Tensor | None, state: Tensor) -> Tensor:
         """M S on plain columns, M not in logarithms."""
@@ -149,7 +156,7 @@ class Frame:
             assert move is not None
             if self.gain:
                 log, sign = self.logarithm(move)
-                return g * sign * self.wide((log + before - after).exp())
+                return self.signed_by(sign, g) * self.wide((log + before - after).exp())
             g = g * self.wide(move)
         return g * self.wide((before - after).exp()) if self.gain else g
 

@@ -280,8 +280,8 @@ def test_the_transpose_is_the_gradient(frame):
     if not frame.gain:
         expected = torch.autograd.grad((after * g).sum(), state)[0]
     else:
-        log, sign = frame.logarithm(move) if frame.kind == "scale" else (0.0, 1.0)
-        kept = plain * sign * frame.wide((own.detach() + log - gain.detach()).exp())
+        log, sign = frame.logarithm(move) if frame.kind == "scale" else (0.0, None)
+        kept = (plain if sign is None else plain * sign) * frame.wide((own.detach() + log - gain.detach()).exp())
         if frame.kind == "dense":
             kept = move @ (plain * frame.wide((own - gain).detach().exp()))
         expected = torch.autograd.grad((kept * g).sum(), state)[0][..., : frame.plain]
