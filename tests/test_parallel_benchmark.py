@@ -111,7 +111,8 @@ def test_the_tables_show_graphs_projections_exchanges_and_what_failed(monkeypatc
     record["exchanges"] = [{**same, "chosen": "relay", "exchanges": {"gather": told, "relay": {**told, "failed": "x"}}}]
     record["peers"] = [{**same, "ranks_ms": {"forward": 0.77, "both": 0.88}, "strong": {"forward": 0.5, "both": 0.25}}]
     text = page(record)
-    line = next(x for x in text.splitlines() if x.startswith("| gated_deltanet | 64 x 128 x 128 | 8,192"))
+    sizes = f"{first['heads']} x {first['n']} x {first['p']} | {first['tokens_a_rank']:,}"
+    line = next(x for x in text.splitlines() if x.startswith(f"| {first['name']} | {sizes}"))
     assert "| 0.11 / – |" in line and "| 1.50 / 2.50 | 1.25 / 0.75 |" in line
     assert "| gather | 0.33 / 0.44 |" in text and "| relay (chosen) |" in text and "| 6,000 / 7,000 |" in text
     assert "| 0.77 / 0.88 |" in text and "| 50 % / 25 % |" in text
