@@ -114,6 +114,13 @@ def test_reads_of_registers_that_nobody_wrote_are_found():
     assert found(FAULTY) == ["UIADD3 UR34, UP0, UR34, 0x40, URZ", "UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT"]
     assert not found(FAULTY.replace(", UR34, 0x40", ", UR20, 0x40").replace("UR35, -", "URZ, -"))
     assert found("/*0040*/ HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;")
+    wide = "/*0010*/ UMOV UR52, 0x1 ;\n/*0020*/ UMOV UR61, 0x2 ;\n/*0030*/ UIMAD.WIDE.U32 UR36, UP1, UR52, UR61, UR36 ;"
+    assert found(wide) == ["UIMAD.WIDE.U32 UR36, UP1, UR52, UR61, UR36"]
+    both = "/*0000*/ UIMAD.WIDE.U32 UR36, UR4, UR4, URZ ;\n"
+    assert found(both + wide) == ["UIMAD.WIDE.U32 UR36, UR4, UR4, URZ"]  # the pair is there, and UR62 is not read
+    assert found("/*0040*/ UISETP.NE.AND UP0, UPT, UR7, 0x1, UPT ;\n/*0050*/ UMOV UR8, UR7 ;") == [
+        "UISETP.NE.AND UP0, UPT, UR7, 0x1, UPT", "UMOV UR8, UR7",
+    ]  # fmt: skip
 
 
 def test_gradients_of_shared_heads_read_no_register_that_nobody_wrote(monkeypatch, benchmarks):

@@ -16,6 +16,7 @@ from pathlib import Path
 import triton
 
 WRITERS = ("U", "R2UR", "S2UR", "LDCU", "REDUX")  # operations whose first operand is a uniform register they write
+PREDICATE = re.compile(r"!?U?P(?:\d+|T)")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 
 
@@ -45,6 +46,7 @@ def unwritten(text: str) -> list[str]:
         if first and operation.startswith(WRITERS):
             count = 4 if ".128" in operation else 2 if ".64" in operation or "WIDE" in operation else 1
             written, operands = {int(first.group(1)) + i for i in range(count)}, operands[1:]
+        operands = [x for x in operands if not PREDICATE.fullmatch(x)]  # a carry moves what is added to another place
         read = {register for place in range(len(operands)) for register in _registers(operation, operands, place)}
         if read - known:
             found.append(match.group(1))
