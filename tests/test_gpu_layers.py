@@ -1,0 +1,53 @@
+"""Layers on a GPU, whose last norm and output projection share a launch, against float64 on a CPU."""
+
+import pytest
+import torch
+
+from dsf import mixers
+
+pytestmark = pytest.mark.gpu
+NAMES = ("deltanet", "gated_deltanet", "gla", "kda", "retnet", "ssd", "hgrn", "hgrn2")
+
+
+def outcome(layer, x, dy):
+    """y, and the gradients of x and of every parameter, by name."""
+    y = layer(x)[0]
+    names, leaves = zip(*layer.named_parameters(), strict=True)
+    found = torch.autograd.grad(y, [x, *leaves], dy.to(y.dtype), allow_unused=True)
+    return {"y": y} | {n: g for n, g in zip(("x", *names), found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("tokens", [37, 130])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_s_gradients_are_the_definition_s(name, tokens):
+    torch.manual_seed(0)
+    layer = mixers.get(name).module(64).double()
+    x, dy = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
+    exact = outcome(layer, x.requires_grad_(), dy)
+    layer = layer.float().cuda()
+    kept = outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda())
+    own = getattr(layer, "o_proj", None) or layer.out_proj
+    own.register_forward_hook(lambda *_: None)  # so that the norm's result is made for it, and kept
+    plain = outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda())
+    for found in (kept, plain):
+        assert found.keys() == exact.keys()
+        for n, b in exact.items():
+            error = (found[n].double().cpu() - b).norm() / b.norm().clamp(min=1e-6)
+            assert error < 1e-4, (n, error)
+
+
+def test_training_keeps_less_where_the_projection_is_plain():
+    layer = mixers.DeltaNet(128).cuda()
+    x = torch.randn(2, 256, 128, device="cuda")
+
+    def kept():
+        found = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: found.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+        ):
+            layer(x)
+        return sum(t.untyped_storage().nbytes() for t in found.values())
+
+    short = kept()
+    layer.o_proj.register_forward_hook(lambda *_: None)
+    assert kept() - short == 4 * x.numel()
