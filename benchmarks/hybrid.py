@@ -6,7 +6,7 @@ python benchmarks/hybrid.py --page benchmarks/results/hybrid.json --into docs/pa
 
 Three Gated DeltaNet layers for each softmax layer, 340M parameters, one sequence of --tokens a step, AdamW, bfloat16
 autocast over float32 weights, activations of a block computed again in the backward pass. The same start and the same
-tokens: first every rank alone on whole sequences (each process is one GPU), then all together. Losses of every step,
+tokens: first all together, then every rank alone on whole sequences (each process is one GPU). Losses of every step,
 tokens a second (median step, the first two left out), peak memory. tokens: random words of a small language in which
 each word says what may follow, so that there is something to learn.
 """
@@ -29,6 +29,7 @@ from dsf.models import CausalLM, next_labels, sized
 
 MIXERS = ["gated_deltanet"] * 3 + ["softmax_attention"]
 TOKENS, STEPS = {False: 131072, True: 301}, {False: 100, True: 4}  # by --dry
+HALVES = ("ranks", "one")  # of a run, in this order
 WAYS = 4  # words that may follow a word
 
 
@@ -85,13 +86,15 @@ def trained(asked, ids, sequence, mesh):
     return {"losses": losses, "ms": statistics.median(times[2:] or times), "ms_all": times, "peak_mib": peak()}
 
 
-def half(asked, facts):
-    """One GPU's half of a record that --json holds no other half of, made under the same conditions, or None."""
+def halves(asked, facts):
+    """What --json holds of a run under the same conditions that was cut off: {"ranks" or "one": the half}."""
     if asked.json is None or not asked.json.exists():
-        return None
+        return {}
     data = json.loads(asked.json.read_text())
-    same = "ranks" not in data and all(data.get(name) == x for name, x in facts.items())
-    return data["one"] if same and len(data["one"]["losses"]) == asked.steps else None
+    found = {who: data[who] for who in HALVES if who in data}
+    same = all(data.get(name) == x for name, x in facts.items())
+    same = same and all(len(x["losses"]) == asked.steps for x in found.values())
+    return found if same and len(found) == 1 else {}
 
 
 def save(asked, record):
@@ -133,23 +136,24 @@ def main():
     dist.init_process_group("gloo" if asked.dry else "nccl", timeout=timedelta(seconds=180))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     ids = text(asked.steps, asked.tokens, device)
+    sequence = shared(mesh["cp"], asked.layout, asked.tokens)
     facts = {
         "device": "cpu" if asked.dry else torch.cuda.get_device_name(), "torch": torch.__version__,
-        "commit": asked.commit, "tokens": asked.tokens,
+        "commit": asked.commit, "tokens": asked.tokens, "layout": asked.layout, "ranks_count": sequence.ranks,
     }  # fmt: skip
-    one = half(asked, facts)
-    if one is None:
-        one = trained(asked, ids, None, None)
-        if not dist.get_rank():
-            print("one:", json.dumps(one), flush=True)
-            save(asked, {**facts, "one": one})
-    sequence = shared(mesh["cp"], asked.layout, asked.tokens)
-    ranks = trained(asked, ids, sequence, mesh["cp"])
+    found = halves(asked, facts)
+    for who in HALVES:
+        if who not in found:
+            found[who] = trained(asked, ids, *((sequence, mesh["cp"]) if who == "ranks" else (None, None)))
+        if not dist.get_rank() and len(found) == 1:
+            print(f"{who}:", json.dumps(found[who]), flush=True)
+            save(asked, {**facts, **found})
     if not dist.get_rank():
+        one, ranks = found["one"], found["ranks"]
         pairs = zip(one["losses"], ranks["losses"], strict=True)
         record = {
-            **facts, "layout": asked.layout, "ranks_count": sequence.ranks, "one": one, "ranks": ranks,
-            "apart": max(abs(a - b) / b for a, b in pairs), "strong": one["ms"] / (sequence.ranks * ranks["ms"]),
+            **facts, "one": one, "ranks": ranks, "apart": max(abs(a - b) / b for a, b in pairs),
+            "strong": one["ms"] / (sequence.ranks * ranks["ms"]),
         }  # fmt: skip
         print(page(record), flush=True)
         save(asked, record)

@@ -56,10 +56,11 @@ def test_a_hybrid_s_run_goes_on_from_its_first_half(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     hybrid, facts, one = load("hybrid"), {"device": "cpu", "tokens": 301}, {"losses": [3.0, 2.0], "ms": 1.0}
     asked = Namespace(json=tmp_path / "record.json", steps=2)
-    assert hybrid.half(asked, facts) is None
-    hybrid.save(asked, {**facts, "one": one})
-    assert hybrid.half(asked, facts) == one
-    assert hybrid.half(asked, {**facts, "tokens": 300}) is None
-    assert hybrid.half(Namespace(json=asked.json, steps=3), facts) is None
+    assert hybrid.halves(asked, facts) == {}
+    for who in ("one", "ranks"):
+        hybrid.save(asked, {**facts, who: one})
+        assert hybrid.halves(asked, facts) == {who: one}
+        assert hybrid.halves(asked, {**facts, "tokens": 300}) == {}
+        assert hybrid.halves(Namespace(json=asked.json, steps=3), facts) == {}
     hybrid.save(asked, {**facts, "one": one, "ranks": one})
-    assert hybrid.half(asked, facts) is None
+    assert hybrid.halves(asked, facts) == {}
