@@ -49,10 +49,10 @@ def names_of(tree, script):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def ran(tree, script, names, gpu, asked):
-    """The rows that a run of a script wrote, and the machine of the run; what was cut off has those it finished."""
-    cache = asked.caches / tree.name
-    told, cores = environment(tree, gpu, asked.cores, cache)
+def ran(label, script, names, gpu, asked):
+    """The rows that a run of a tree's script wrote; one that was cut off has those it finished."""
+    tree = {"before": asked.before, "after": asked.after}[label]
+    told, cores = environment(tree, gpu, asked.cores, asked.caches / label)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         process = subprocess.Popen(
@@ -66,7 +66,7 @@ def ran(tree, script, names, gpu, asked):
             said, _ = process.communicate()
             said += f"\nnot done after {asked.limit} s"
         if not out.exists() or process.returncode:
-            print(f"{script} of {tree.name}: {said.strip().splitlines()[-3:]}", flush=True)
+            print(f"{script} of {label}: {said.strip().splitlines()[-3:]}", flush=True)
         return json.loads(out.read_text())["rows"] if out.exists() else []
 
 
@@ -102,10 +102,9 @@ class Record:
 
 def one_gpu(gpu, work, asked, record):
     """This GPU's rows: compiled by both trees at once, then timed in turn."""
-    trees = dict(zip(TREES, (asked.before.resolve(), asked.after.resolve()), strict=True))
     warm = [
-        threading.Thread(target=ran, args=(tree, script, names, gpu, asked))
-        for tree in trees.values()
+        threading.Thread(target=ran, args=(label, script, names, gpu, asked))
+        for label in TREES
         for script, names in work.items()
         if names
     ]
@@ -114,18 +113,18 @@ def one_gpu(gpu, work, asked, record):
     for thread in warm:
         thread.join()
     for _ in range(asked.rounds):
-        for label, tree in trees.items():
+        for label in TREES:
             for script, names in work.items():
                 if names:
-                    record.add(script, label, ran(tree, script, names, gpu, asked))
+                    record.add(script, label, ran(label, script, names, gpu, asked))
 
 
 def dealt(asked):
     """For each GPU the names of rows of each script."""
     found = [{} for _ in range(asked.gpus)]
     for script in SCRIPTS:
-        known = names_of(asked.before.resolve(), script)
-        both = [n for n in names_of(asked.after.resolve(), script) if n in known]
+        known = names_of(asked.before, script)
+        both = [n for n in names_of(asked.after, script) if n in known]
         both = [n for n in both if not asked.only or n in asked.only]
         for i, hand in enumerate(found):
             hand[script] = both[i :: asked.gpus]
@@ -142,11 +141,8 @@ def page(data):
         cells = [r["name"], sizes, r["T"], *(" / ".join(f"{x:.3f}" for x in t) for t in (before, after))]
         cells += [" / ".join(f"{x:.2f}" for x in r["ratio"]), f"{r['spread']:.2f}"]
         lines.append(f"| {' | '.join(str(c) for c in cells)} |")
-    m = data["machine"]
-    commits = data["commits"]
-    last = (
-        f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; before: {commits['before']}, now: {commits['after']}."
-    )
+    m, of = data["machine"], data["commits"]
+    last = f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; before: {of['before']}, now: {of['after']}."
     return "\n".join([*lines, "", last])
 
 
@@ -165,6 +161,9 @@ def main():
     asked = parser.parse_args()
     if shows(asked, page):
         return
+    if asked.before is None:
+        parser.error("--before: which tree of an earlier commit?")
+    asked.before, asked.after = asked.before.resolve(), asked.after.resolve()
     import torch
     import triton
 

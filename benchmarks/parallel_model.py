@@ -31,7 +31,7 @@ def world_of(ranks, near):
 
 
 def sent(frame, heads, ranks, near):
-    """(The choice, its seconds forward, its seconds backward, where F-like C's are sent without maps)."""
+    """(The choice, its seconds forward, its seconds backward, where ranks send their C's and no maps)."""
     world = world_of(ranks, near)
     choice = world.choice(frame, heads, 4)
     back = candidates(frame.without_moves, world.layout, heads, 4, world.nodes, world.links)
@@ -48,13 +48,12 @@ def fold_times(frame, heads, ranks, name, clock, device):
     numbers = range(ranks), range(ranks)
     if not shared:
         numbers = [ranks - 1], [0]
-    ends = shared
     with torch.no_grad():
         state = frame.empty(torch.zeros((), device=device), 1, share)
         rows = used.pack(state, used.neutral(state, 1, share) if used.move_numbers else None)
         rows = rows.expand(ranks, 1, *rows.shape).contiguous()
         own = torch.zeros(ranks, 1, 1, share, frame.n, frame.plain, device=device)
-        last, first = (Fold(used, layout, fresh, n, ends) for n in numbers)
+        last, first = (Fold(used, layout, fresh, n, shared) for n in numbers)
         kept = first.forward(rows)[1]
         return clock(lambda: last.forward(rows))[0], clock(lambda: first.backward(own, kept))[0]
 
