@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kept_bytes import kept_bytes
 
 from dsf import mixers
 
@@ -40,14 +41,6 @@ def test_training_keeps_less_where_the_projection_is_plain():
     layer = mixers.DeltaNet(128).cuda()
     x = torch.randn(2, 256, 128, device="cuda")
 
-    def kept():
-        found = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: found.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
-        ):
-            layer(x)
-        return sum(t.untyped_storage().nbytes() for t in found.values())
-
-    short = kept()
+    short = kept_bytes(lambda: layer(x))
     layer.o_proj.register_forward_hook(lambda *_: None)
-    assert kept() - short == 4 * x.numel()
+    assert kept_bytes(lambda: layer(x)) - short == 4 * x.numel()

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kept_bytes import kept_bytes
 
 from dsf.mixers import SoftmaxAttention
 from dsf.mixers.models import sampling
@@ -41,19 +42,9 @@ def test_swiglu_keeps_its_product_only_where_it_must():
     part = SwiGLU(64, 256).cuda()
     x = torch.randn(2, 512, 64, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
-        kept = _kept_by(lambda: part(x))
+        kept = kept_bytes(lambda: part(x))
         part.down_proj.register_forward_hook(lambda *_: None)  # it may want the product
-        assert _kept_by(lambda: part(x)) - kept == 2 * 512 * 256 * 2
-
-
-def _kept_by(call):
-    """Bytes of what a call keeps for its gradients, views of one memory once."""
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
-    ):
-        call()
-    return sum(t.untyped_storage().nbytes() for t in kept.values())
+        assert kept_bytes(lambda: part(x)) - kept == 2 * 512 * 256 * 2
 
 
 def test_the_norm_rounds_once_and_keeps_the_model_s_type():

@@ -114,9 +114,8 @@ def test_the_result_may_have_another_type_and_is_rounded_once(kinds):
 # The same, then a linear map
 
 
-def mapped(how):
+def mapped(groups, first, activation, norm):
     """Of x, weight, gate and the map's weight: the fused calls, and the definition."""
-    groups, _, _, first, activation, norm = how
 
     def fused(x, weight, gate, then, backend="triton"):
         if norm:
@@ -131,20 +130,19 @@ def mapped(how):
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [(*c[1:2], *c[0:1], *c[2:4], *c[4:], True) for c in CASES], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_map_behind_keeps_what_it_needs_and_no_more(case, kind):
-    groups, shape, weighted, gate, first, activation, norm = case
-    leaves = [x for x in leaves_of(shape, weighted, gate, kind)]
+    shape, groups, weighted, gate, first, activation = case
     width = shape[-1] * (shape[-2] if len(shape) == 4 else 1)
-    check_mapped(mapped((groups, shape, None, first, activation, norm)), [*leaves, torch.randn(20, width).to(kind)])
+    leaves = [*leaves_of(shape, weighted, gate, kind), torch.randn(20, width).to(kind)]
+    check_mapped(mapped(groups, first, activation, True), leaves)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 7, 40), (1, 129, 24), (33, 16)], ids=str)
 def test_a_map_behind_a_gate(shape, kind):
     x, _, gate = leaves_of(shape, False, True, kind)
-    how = mapped((1, shape, None, False, "silu", False))
-    check_mapped(how, [x, None, gate, torch.randn(20, shape[-1]).to(kind)])
+    check_mapped(mapped(1, False, "silu", False), [x, None, gate, torch.randn(20, shape[-1]).to(kind)])
 
 
 def check_mapped(how, leaves):
@@ -168,7 +166,7 @@ def check_mapped(how, leaves):
 
 
 def test_a_map_behind_that_is_frozen_or_read_twice():
-    fused, exact = mapped((1, None, None, False, "silu", True))
+    fused, exact = mapped(1, False, "silu", True)
     x, weight, gate, then = (torch.randn(s, requires_grad=True) for s in ((2, 5, 24), (24,), (2, 5, 24), (8, 24)))
     y = fused(x, weight, gate, then.detach())
     torch.testing.assert_close(y, exact(x, weight, gate, then))

@@ -165,21 +165,16 @@ class _Mapped(torch.autograd.Function):
             made = gated_norm(x, gate, weight, *options)
         ctx.save_for_backward(x, gate, weight, then)
         ctx.options = options
-        return F.linear(_rows(made, then), then)
+        return F.linear(made if made.shape[-1] == then.shape[1] else made.flatten(-2), then)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         refuse_second_order(WAY_OUT)
         x, gate, weight, then = ctx.saved_tensors
         *found, made = gated_norm_again((dy @ then).view(x.shape), x, gate, weight, *ctx.options)
-        dthen = dy.flatten(0, -2).T @ _rows(made, then).flatten(0, -2) if ctx.needs_input_grad[4] else None
+        dthen = dy.flatten(0, -2).T @ made.view(-1, then.shape[1]) if ctx.needs_input_grad[4] else None
         grads = iter(found)
         return None, *(None if y is None else next(grads) for y in (x, gate, weight)), dthen
-
-
-def _rows(made: Tensor, then: Tensor) -> Tensor:
-    """As the map takes it: heads in one row."""
-    return made if made.shape[-1] == then.shape[1] else made.flatten(-2)
 
 
 def mapped_norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor, *options: Any) -> Any:
