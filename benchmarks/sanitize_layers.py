@@ -157,7 +157,7 @@ LAYERS = {
     "time-invariant": recurrences(by_fft, SYSTEM, "s4d", "s4d_real", "h3"),
     "long-convolution": shaped(long, (2, 37, 3, 5), (3, 37, 5)),
     "ranks-convolution": shaped(convolved_over_ranks, (2, 36, 40), (40, 4), (40,), (2, 40, 3)),
-    "ranks-chunks": recurrences(over_ranks, SPREAD, "linear_attention", "ssd", "deltanet", "gated_deltanet"),
+    "ranks-chunks": recurrences(over_ranks, SPREAD, "linear_attention", "ssd", "mlstm", "deltanet", "gated_deltanet"),
     "ranks-key-decays": recurrences(over_ranks, SPREAD, "gla", "kda", "rwkv7"),
     "ranks-scans": recurrences(over_ranks, SPREAD, "s6", "rg_lru"),
     "steps-in-place": recurrences(

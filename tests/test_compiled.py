@@ -220,11 +220,12 @@ FAMILIES = {
             "ssd, shared keys, packed": of("ssd", H=8, groups=2, packed=True),
             "ssd, ranks": of("ssd", **RANKS),
             "gated_deltanet, ranks": of("gated_deltanet", **RANKS),
+            "mlstm, ranks": of("mlstm", **RANKS),
         },
         (
             "chunk.gradient", "chunk.gradient_parts", "chunk.normaliser", "chunk.reverse_walk", "chunk.shared_gradient",
             "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.triangle", "chunk.write_gradient",
-            "packed", "structs",
+            "fold", "packed", "structs",
         ),
     ),
     "a decay for a key": Family(

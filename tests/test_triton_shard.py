@@ -156,11 +156,21 @@ def test_what_is_summed_up_before_changes_no_bit(monkeypatch):
         torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "mlstm", "rwkv7", "s6"])
-def test_third_calls_are_played_on_other_numbers(name, monkeypatch, counted):
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("gated_deltanet", Simulated(2, exchange="gather")),
+        ("mlstm", Simulated(3, exchange="gather")),
+        ("mlstm", Simulated(2, "headtail", exchange="relay")),
+        ("rwkv7", Simulated(3, exchange="transpose")),
+        ("s6", Simulated(2, exchange="gather")),
+    ],
+    ids=lambda x: getattr(x, "exchange", x),
+)
+def test_third_calls_are_played_on_other_numbers(name, world, monkeypatch, counted):
     cut_time(monkeypatch, 2)
-    recurrence, world = get(name).recurrence, Simulated(2, exchange="gather")
-    given = draw(recurrence, 70)
+    recurrence = get(name).recurrence
+    given = draw(recurrence, 72)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     for turn in range(3):
         compare(recurrence, {n: x.roll(turn, 1) if n in timed else x for n, x in given.items()}, None, world, counted)

@@ -93,7 +93,8 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
         m = None
         if frame.move_numbers:
             needed = fragment.goes_on and not fragment.fresh
-            m = shards.move(slot) if needed else frame.neutral(f, *f.shape[:2])
+            known = shards.complete and not frame.gain  # also where nobody reads it, in place of what must be made
+            m = shards.move(slot) if needed or known else frame.neutral(f, *f.shape[:2])
         rows.append(frame.pack(f, m))
     return _together(rows)
 
@@ -135,7 +136,7 @@ class AllGather:
     @staticmethod
     def _fold(shards: Shards) -> Fold:
         ends = not shards.complete or shards.layout.slots > 1  # such a rank knows where the sequence begins and ends
-        return Fold(_frame(shards), shards.layout, shards.fresh, _numbers(shards), ends)
+        return Fold(_frame(shards), shards.layout, shards.fresh, _numbers(shards), ends, shards.complete)
 
 
 def _dealt(x: Tensor, ranks: int) -> Tensor:
@@ -163,7 +164,7 @@ class Transpose:
         sent = _payload(shards, frame)
         heads = sent.shape[2]
         rows = yield Swap(_dealt(sent, layout.ranks))
-        states, kept = Fold(frame, layout, shards.fresh, range(layout.fragments)).forward(rows)
+        states, kept = self._fold(shards, frame).forward(rows)
         replies = states[: layout.fragments]
         if frame.gain:
             after = [frame.gain_of(s) for s in (*states[1:], states[-1])]
@@ -181,9 +182,14 @@ class Transpose:
         sent = _own(shards)
         heads = sent.shape[2]
         own = yield Swap(_dealt(sent, layout.ranks))
-        found = Fold(frame, layout, shards.fresh, range(layout.fragments)).backward(own, kept)
+        found = self._fold(shards, frame).backward(own, kept)
         replies = found[: layout.fragments]
         return list(_joined((yield Swap(by_owner(layout, replies))), heads))
+
+    @staticmethod
+    def _fold(shards: Shards, frame: Frame) -> Fold:
+        fragments = range(shards.layout.fragments)
+        return Fold(frame, shards.layout, shards.fresh, fragments, kernels=shards.complete)
 
 
 class Relay:

@@ -30,20 +30,25 @@ class Fold:
 
     numbers: the fragments whose states and gradients are wanted, from the first of these to the last. ends: whether
     the first fragment's initial state and the gradient of the last one's final state, which are zeros, are among them.
+    kernels: whether one launch may fold all maps, on the GPU kernels' ranks.
     """
 
     def __init__(
-        self, frame: Frame, layout: Layout, fresh: Sequence[bool], numbers: Sequence[int], ends: bool = True
-    ) -> None:
+        self, frame: Frame, layout: Layout, fresh: Sequence[bool], numbers: Sequence[int], ends: bool = True,
+        kernels: bool = False,
+    ) -> None:  # fmt: skip
         self.frame, self.layout, self.fresh, self.ends = frame, layout, fresh, ends
+        self.kernels = kernels and not any(fresh[1:])
         self.low, self.high, self.last = min(numbers), max(numbers), layout.fragments - 1
 
     def forward(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """rows [ranks, slots, B, H, numbers] -> fragments' initial states from the first one's on, and the tensors for
         `backward`."""
         frame, low = self.frame, self.low
-        f, m = frame.unpack(rows)
         count = self.last if frame.gain else self.high  # of all states the gain is kept
+        if count > 1 and self._in_one(rows):
+            return self._launched(rows, 0 if frame.gain else low, count)
+        f, m = frame.unpack(rows)
         written = in_order(self.layout, f, 0, count)
         moves: Sequence[Any] = [None] * count if m is None else in_order(self.layout, m, 0, self.last)
         begins = (self.ends and low == 0) or frame.gain or not self.fresh[0]  # else nothing depends on the first state
@@ -56,14 +61,45 @@ class Fold:
             kept.append(torch.stack([frame.gain_of(s) for s in states]))
         return states, kept
 
+    def _in_one(self, x: Tensor) -> bool:
+        """Whether the kernel folds these numbers."""
+        if not self.kernels or x.dtype != torch.float32:
+            return False
+        from dsf.kernels.triton.fold import folds
+
+        return folds(self.frame)
+
+    def _launched(self, rows: Tensor, low: int, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        """`forward` in one launch. States before `low`, which nobody reads, are the first one."""
+        from dsf.kernels.triton.fold import fold_states, shape_of
+
+        frame, kept = self.frame, list[Tensor]()
+        found = fold_states(rows, shape_of(frame), low, count)
+        if frame.move_numbers and self.low + 1 < self.last:
+            _, moves = frame.unpack(rows)
+            assert moves is not None
+            later = moves[self.low + 1 : self.last, 0].clone() if self.layout.slots == 1 else None
+            if later is None:
+                later = torch.stack(list(in_order(self.layout, moves, self.low + 1, self.last)))
+            kept.append(later)  # a copy, which does not keep the gathered tensor alive
+        if frame.gain:
+            kept.append(frame.gain_of(found).clone())
+        states = found.unbind(0)
+        return [*states[:1] * low, *states], kept
+
     def backward(self, own: Tensor, kept: Sequence[Tensor]) -> list[Tensor]:
         """C [ranks, slots, B, H, N, plain] -> G of every fragment from the first of `numbers` on."""
         frame, begin, last = self.frame, self.low + 1, self.last
+        end = own.new_zeros(own.shape[2:]) if self.ends and self.high == last else own  # read by nobody else
+        if begin < last and self._in_one(own):
+            from dsf.kernels.triton.fold import fold_gradients, shape_of
+
+            of_moves, of_gains = (kept[0] if frame.move_numbers else None), (kept[-1] if frame.gain else None)
+            return [*fold_gradients(own, of_moves, of_gains, shape_of(frame), self.low).unbind(0), end]
         cs, rest = in_order(self.layout, own, begin, last + 1), list(kept)
         moves: list[Tensor | None] = [None] * len(cs)
         if frame.move_numbers and begin < last:
             moves[:-1] = list(rest.pop(0))
         gains = [*rest.pop(0)[begin:], own] if frame.gain else [own] * (len(cs) + 1)  # the last is never read
         fresh = [*self.fresh[begin:last], True]  # the C of the last fragment contains the gradient of its final state
-        end = own.new_zeros(own.shape[2:]) if self.ends and self.high == last else own  # read by nobody else
         return left(frame, cs, moves, fresh[: len(cs)], gains, end)

@@ -267,7 +267,8 @@ class Route:
     ) -> list[tuple[Tensor, Tensor | None]]:
         """`run` of a call. shards: the inputs of each rank, in the order of the declaration."""
         found, initial = [], None if state is None else state.detach()
-        for one, tensors in zip(self.hollows, shards, strict=True):
+        for one, inputs in zip(self.hollows, shards, strict=True):
+            tensors = inputs
             if one.shard.scans or one.layout.slots > 1:
                 spec, known = one.summary.recurrence.spec, one.summary.bound
                 given = dict(zip(known.tensors, tensors, strict=True))
@@ -275,6 +276,8 @@ class Route:
                 timed = {i.name for i in spec.inputs if i.kind.time} if one.layout.slots > 1 else set()
                 tensors = Shard.of(spec, _rows_of(bound, timed, one.layout.slots)).operands
             found.append(one.begun(tensors, initial))
+            if one.frame.gain and one.layout.fragments > 2:  # whose M is computed from the inputs
+                found[-1].summary = one.summary_of(inputs)
         return run(Job(world, self.exchange, found, return_state), self.hollows, state)
 
 

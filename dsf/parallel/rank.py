@@ -52,11 +52,13 @@ class Rank:
 
     def begun(self, tensors: Several[Tensor], initial: Tensor | None = None) -> Rank:
         """A rank of another call of the kind, with these inputs, in the order of the declaration."""
+        return self._again(self.summary_of(tensors), initial)
+
+    def summary_of(self, tensors: Several[Tensor]) -> Summary:
+        """The summary of a call with these inputs."""
         own = self.summary
         given = dict(zip(own.bound.tensors, tensors, strict=True))
-        return self._again(
-            summary_of(own.recurrence, replace(own.bound, tensors=given), own.form, own.backend), initial
-        )
+        return summary_of(own.recurrence, replace(own.bound, tensors=given), own.form, own.backend)
 
     def _again(self, summary: Summary, initial: Tensor | None) -> Rank:
         found = object.__new__(type(self))
