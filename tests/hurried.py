@@ -12,10 +12,25 @@ from functools import cache
 from inspect import ismodule
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 import triton_private as private
 
 PLAIN = {int, float, bool, str, type(None), tl.tensor}
+# Operations of two operands, which numpy does where both have the type of the computation.
+OF_TWO: dict[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "equal": np.equal, "not_equal": np.not_equal,
+    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
+    "and_": np.bitwise_and, "or_": np.bitwise_or,
+}  # fmt: skip
+OPERATORS = {
+    "__add__": "add", "__sub__": "sub", "__mul__": "mul", "__eq__": "equal", "__ne__": "not_equal",
+    "__lt__": "less_than", "__le__": "less_equal", "__gt__": "greater_than", "__ge__": "greater_equal",
+    "__and__": "and_", "__or__": "or_",
+}  # fmt: skip
+TURNED = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul"}
+INTEGERS = {"int32", "int64"}  # which numpy, too, brings to the wider one
+REPEATED = {"fp16", "fp32", "fp64", *INTEGERS}
 _swapped: list[tuple[Any, str, Any, Any]] = []
 
 
@@ -28,6 +43,7 @@ def install() -> None:
     _unwrap_at_once()
     _share_types()
     _remember_conversions()
+    _repeat_operations()
 
 
 @contextmanager
@@ -50,6 +66,8 @@ def _swap(owner: Any, name: str, new: Any) -> None:
 def _wrap_once() -> None:
     """A launch wraps triton.language once, not at every call of a function, and no wrapper has another inside."""
     patch, kind, guard = getattr(*private.PATCH), getattr(*private.NUMPY_TYPE), tl.load.__code__
+    operators = {name: _operator(method, False) for name, method in OPERATORS.items()}
+    operators |= {name: _operator(method, True) for name, method in TURNED.items()}
     wrapped: set[str] = set()
     kinds: dict[str, Any] = {}
 
@@ -75,6 +93,8 @@ def _wrap_once() -> None:
 
     def attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
+        if owner is tl.tensor and name in operators:
+            return scope.set_attr(owner, name, operators[name])
 
         def called(*args: Any, _semantic: Any = None, **named: Any) -> Any:
             return inner(*args, _semantic=private.semantic(), **named)
@@ -165,3 +185,99 @@ def _remember_conversions() -> None:
 
     _swap(*private.CONVERT, converted)
     _swap(*private.SPREAD, repeated)
+
+
+def _operator(method: str, turned: bool) -> Callable[..., Any]:
+    """An operator of two tensors, or of a tensor and a number, as the method of the semantic that does it."""
+    more = (True,) if method in ("add", "sub", "mul") else ()
+
+    def called(x: Any, y: Any, _semantic: Any = None) -> Any:
+        y = y.value if type(y) is tl.constexpr else y
+        do = getattr(private.semantic(), method)
+        return do(y, x, *more) if turned else do(x, y, *more)
+
+    return called
+
+
+def _repeat_operations() -> None:
+    """What an operation gives but for its numbers follows from its operands' types, and from numbers of Python's."""
+    for name, op in OF_TWO.items():
+        _swap(private.Semantic, name, _repeated(name, getattr(private.Semantic, name), op))
+    _swap(private.Semantic, "where", _chosen(private.Semantic.where))
+
+
+def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    convert, handle, new = getattr(*private.CONVERT), private.Handle, object.__new__
+    known: dict[Any, Any] = {}
+
+    def name_of(x: Any) -> Any:
+        return x.type.name if type(x) is tl.tensor else (type(x), x, str(x))  # 0.0 is not -0.0
+
+    def way_of(self: Any, x: Any, y: Any, found: Any) -> Any:
+        """(Type, dtype and numbers' dtype of a result, operands that are numbers of Python's, bytes of what a pointer
+        points to); None where more is to be done."""
+        tensors = [z for z in (x, y) if type(z) is tl.tensor]
+        kinds = {z.type.scalar.name for z in tensors}
+        if name == "add" and len(tensors) == 2 and x.type.scalar.is_ptr() and y.type.scalar.name in ("int32", "int64"):
+            return found.type, found.handle.dtype, found.handle.data.dtype, None, None, _bytes_of(x)
+        bits = kinds == {"int1"} and name in ("and_", "or_") and len(tensors) == 2
+        if not bits and not kinds <= INTEGERS and (len(kinds) != 1 or not kinds <= REPEATED):
+            return None
+        made = convert(self, x, y)
+        if not bits and {z.type.scalar.name for z in made} - kinds:
+            return None
+        numbers = [
+            None if type(z) is tl.tensor else w.handle.data.ravel()[:1].copy()
+            for z, w in zip((x, y), made, strict=True)
+        ]
+        return found.type, found.handle.dtype, found.handle.data.dtype, *numbers, 0
+
+    def repeated(self: Any, x: Any, y: Any, *more: Any, **named: Any) -> Any:
+        key = (name_of(x), name_of(y))
+        way = known.get(key, known)
+        if way is known:
+            found = operation(self, x, y, *more, **named)
+            known[key] = way_of(self, x, y, found)
+            return found
+        if way is None:
+            return operation(self, x, y, *more, **named)
+        kind, dtype, numbers, first, second, size = way
+        if size:
+            data = x.handle.data + size * y.handle.data.astype(np.uint64)
+        else:
+            data = op(x.handle.data if first is None else first, y.handle.data if second is None else second)
+        if data.dtype is not numbers and data.dtype != numbers:
+            return operation(self, x, y, *more, **named)
+        result = new(handle)
+        result.data, result.dtype, result.attr = data, dtype, {}
+        return tl.tensor(result, kind)
+
+    return repeated
+
+
+def _bytes_of(pointer: Any) -> int:
+    return max(1, pointer.handle.get_element_ty().primitive_bitwidth // 8)
+
+
+def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
+    handle, new = private.Handle, object.__new__
+    known: dict[Any, Any] = {}
+
+    def chosen(self: Any, which: Any, x: Any, y: Any) -> Any:
+        if not type(which) is type(x) is type(y) is tl.tensor or which.handle.data.dtype != bool:
+            return where(self, which, x, y)
+        key = (which.type.name, x.type.name, y.type.name)
+        kind = known.get(key)
+        if kind is None:
+            found = where(self, which, x, y)
+            scalars = {z.type.scalar.name for z in (x, y, found)}
+            known[key] = (found.type, found.handle.dtype) if len(scalars) == 1 else False
+            return found
+        if kind is False:
+            return where(self, which, x, y)
+        result = new(handle)
+        result.data = np.where(which.handle.data, x.handle.data, y.handle.data)
+        result.dtype, result.attr = kind[1], {}
+        return tl.tensor(result, kind[0])
+
+    return chosen

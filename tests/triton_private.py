@@ -18,7 +18,7 @@ __all__ = ["active_mode"]
 
 Place = tuple[Any, str]
 
-Handle, Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+Handle, Builder, Semantic = interpreter.TensorHandle, interpreter.InterpreterBuilder, TritonSemantic
 Scope = interpreter._LangPatchScope
 TF32 = interpreter._ir.INPUT_PRECISION.TF32
 
@@ -36,8 +36,8 @@ PATCH: Place = (interpreter, "_patch_lang")
 PATCH_ATTRIBUTE: Place = (interpreter, "_patch_attr")
 NUMPY_TYPE: Place = (interpreter, "_get_np_dtype")
 UNWRAP: Place = (core, "_unwrap_if_constexpr")
-CONVERT: Place = (TritonSemantic, "binary_op_type_checking_impl")
-SPREAD: Place = (TritonSemantic, "broadcast_impl_value")
+CONVERT: Place = (Semantic, "binary_op_type_checking_impl")
+SPREAD: Place = (Semantic, "broadcast_impl_value")
 
 
 def asked_of(kernel: Any, *args: Any) -> list[Any]:
