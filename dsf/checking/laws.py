@@ -60,11 +60,7 @@ def finite(subject: Subject, form: str, example: Example) -> Measures:
 
 
 def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
-    """Gradients equal finite differences of the same form (torch.autograd.gradcheck).
-
-    Entry by entry for the definition. For other forms, whose gradients the law of forms compares with its gradients, in
-    random directions of inputs and outputs, which takes one backward pass in place of one for every number.
-    """
+    """Gradients equal finite differences of the same form (torch.autograd.gradcheck)."""
     inputs, state = subject.inputs(example), subject.state(example)
     p = subject.sizes(inputs).p
     layout = columns(subject.recurrence.spec.inner, p)
@@ -87,6 +83,8 @@ def gradcheck(subject: Subject, form: str, example: Example) -> Measures:
         y, final = subject.run(form, dict(zip(names, tensors, strict=False)), start)
         return (y, *(x for x in subject.truth(final, p) if x.requires_grad))
 
+    # Entry by entry for the definition. The law of forms holds all other gradients to those of the definition, entry by
+    # entry, so theirs are tried in random directions: one backward pass, not one for every number of the results.
     try:
         torch.autograd.gradcheck(function, leaves, fast_mode=form != "naive")
     except GradcheckError as error:
