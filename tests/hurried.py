@@ -44,6 +44,7 @@ def install() -> None:
     _share_types()
     _remember_conversions()
     _repeat_operations()
+    _combine_slices()
 
 
 @contextmanager
@@ -281,3 +282,37 @@ def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
         return tl.tensor(result, kind[0])
 
     return chosen
+
+
+def _combine_slices() -> None:
+    """Reductions and scans by any function combine whole slices of a block, not one number after another."""
+    reduce = getattr(*private.REDUCE)
+
+    def slices(self: Any, given: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """What is combined of the slices along the axis up to each of them."""
+        rows = [np.moveaxis(x.handle.data, self.axis, 0) for x in given]
+        state: Any = None
+        for i in range(len(rows[0])):
+            row = tuple(self.to_tensor(data[i], x.dtype) for data, x in zip(rows, given, strict=True))
+            found = row if state is None else self.combine_fn.fn(*state, *row)
+            state = found if isinstance(found, tuple) else (found,)
+            state = tuple(
+                x if type(x) is tl.tensor else self.to_tensor(np.full_like(data[i], x), y.dtype)
+                for x, data, y in zip(state, rows, given, strict=True)
+            )
+            yield tuple(x.handle.data.reshape(data[i].shape) for x, data in zip(state, rows, strict=True))
+
+    def scanned(self: Any, given: Sequence[Any]) -> list[Any]:
+        every = zip(*slices(self, given), strict=True)
+        return [self.to_tensor(np.stack(x, self.axis), y.dtype) for x, y in zip(every, given, strict=True)]
+
+    def reduced(self: Any, given: Sequence[Any]) -> list[Any]:
+        if self.axis is None:
+            found: list[Any] = reduce(self, given)
+            return found
+        *_, last = slices(self, given)
+        kept = [np.expand_dims(x, self.axis) if self.keep_dims else x for x in last]
+        return [self.to_tensor(x, y.dtype) for x, y in zip(kept, given, strict=True)]
+
+    _swap(*private.SCAN, scanned)
+    _swap(*private.REDUCE, reduced)

@@ -30,6 +30,8 @@ PROGRAM: Place = (Builder, "set_grid_idx")
 LOAD: Place = (Builder, "create_masked_load")
 STORE: Place = (Builder, "create_masked_store")
 DOT: Place = (Builder, "create_dot")
+SCAN: Place = (interpreter.ScanOps, "generic_scan")
+REDUCE: Place = (interpreter.ReduceOps, "generic_reduce")
 # Of how triton.language is wrapped, and of types.
 OPTIONS: Place = (interpreter.interpreter_builder, "options")
 PATCH: Place = (interpreter, "_patch_lang")
