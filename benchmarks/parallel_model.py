@@ -53,7 +53,7 @@ def fold_times(frame, heads, ranks, name, clock, device):
         rows = used.pack(state, used.neutral(state, 1, share) if used.move_numbers else None)
         rows = rows.expand(ranks, 1, *rows.shape).contiguous()
         own = torch.zeros(ranks, 1, 1, share, frame.n, frame.plain, device=device)
-        last, first = (Fold(used, layout, fresh, n, shared) for n in numbers)
+        last, first = (Fold(used, layout, fresh, n, shared, kernels=device.type == "cuda") for n in numbers)
         kept = first.forward(rows)[1]
         return clock(lambda: last.forward(rows))[0], clock(lambda: first.backward(own, kept))[0]
 

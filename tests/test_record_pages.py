@@ -20,6 +20,7 @@ BLOCKS = [
 ]
 MAKERS = {  # else the script of the record's name
     "gpu_matrix": "gpu_page", "layers": "layers_page", "parallel": "parallel_page", "parallel_4": "parallel_page",
+    "parallel_4_h200": "parallel_page", "beside_scans": "beside",
 }  # fmt: skip
 WHOLE_PAGES = ["cpu_page", "lens_page"]
 
