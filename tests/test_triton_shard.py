@@ -10,6 +10,7 @@ from mixer_inputs import sample
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, sigmoid
+from dsf.kernels.triton.chunk import call as chunk_calls
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.kernels.triton.scan import launches as scan_launches
 from dsf.mixers import get
@@ -47,6 +48,7 @@ def cut_time(monkeypatch, count):
     """Kernels walk T in so many segments."""
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: count)
     if count > 1:
+        monkeypatch.setattr(chunk_calls, "LEVEL_TOKENS", 16)
         monkeypatch.setattr(scan_launches, "segments", lambda tokens, _, t, __: (-(-tokens // t.chunk), t.chunk))
 
 

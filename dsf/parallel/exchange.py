@@ -32,6 +32,10 @@ class Shards(Protocol):
     def complete(self) -> bool:
         """Whether F and C are at hand also of fragments of which no other rank needs them."""
 
+    @property
+    def mapped(self) -> bool:
+        """Whether M is, too."""
+
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""
 
@@ -93,8 +97,7 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
         m = None
         if frame.move_numbers:
             needed = fragment.goes_on and not fragment.fresh
-            known = shards.complete and not frame.gain  # also where nobody reads it, in place of what must be made
-            m = shards.move(slot) if needed or known else frame.neutral(f, *f.shape[:2])
+            m = shards.move(slot) if needed or shards.mapped else frame.neutral(f, *f.shape[:2])
         rows.append(frame.pack(f, m))
     return _together(rows)
 

@@ -54,6 +54,11 @@ class Fused(Rank):
         """Whether F and C are at hand of all fragments: ranks compute them while they wait for each other's."""
         return self.layout.ranks > 1
 
+    @property
+    def mapped(self) -> bool:
+        """Whether M is at hand of all fragments."""
+        return self.moves
+
     def _slot(self, rows: Tensor, slot: int) -> Tensor:
         """The rows of one slot, of all rows [B slots, ...]."""
         return rows if self.layout.slots == 1 else rows.unflatten(0, (-1, self.layout.slots))[:, slot]
@@ -240,8 +245,9 @@ def rank_of(number: int, layout: Layout, summary: Summary, initial: Tensor | Non
     """One rank. initial: the global initial state, detached."""
     spec = summary.recurrence.spec
     bound = _rows_of(summary.bound, {i.name for i in spec.inputs if i.kind.time}, layout.slots)
-    moves = layout.fragments > 2 and not summary.frame.gain and summary.frame.kind in ("dense", "scale")
-    return Fused(number, layout, summary, None, initial, shard=Shard.of(spec, bound), moves=moves)
+    shard = Shard.of(spec, bound)
+    moves = layout.fragments > 2 and shard.multiplies(summary.frame)
+    return Fused(number, layout, summary, None, initial, shard=shard, moves=moves)
 
 
 def run(job: Any, hollows: list[Fused], state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
@@ -276,7 +282,7 @@ class Route:
                 timed = {i.name for i in spec.inputs if i.kind.time} if one.layout.slots > 1 else set()
                 tensors = Shard.of(spec, _rows_of(bound, timed, one.layout.slots)).operands
             found.append(one.begun(tensors, initial))
-            if one.frame.gain and one.layout.fragments > 2:  # whose M is computed from the inputs
+            if one.frame.gain and not one.moves and one.layout.fragments > 2:  # whose M is computed from the inputs
                 found[-1].summary = one.summary_of(inputs)
         return run(Job(world, self.exchange, found, return_state), self.hollows, state)
 

@@ -72,6 +72,11 @@ class Rank:
         """Whether F and C are at hand of all fragments: here they are computed where another rank needs them."""
         return False
 
+    @property
+    def mapped(self) -> bool:
+        """Whether M is at hand of all fragments."""
+        return False
+
     def fragment(self, slot: int) -> Fragment:
         """The fragment in a slot."""
         return self.parts[slot]

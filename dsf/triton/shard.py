@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound
 from dsf.call.plan import Plan
+from dsf.kernels.affine import Frame
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.triton import chunk, scan
@@ -46,6 +47,12 @@ class Shard:
         if is_scan(spec):
             return Shard(*scan.operands_and_hole(spec, bound), True)
         return Shard([bound.tensors[i.name] for i in spec.inputs], chunk.program_of(spec)[1], False)
+
+    def multiplies(self, frame: Frame) -> bool:
+        """Whether `summary` has M as the frame stores it: with a running maximum, of one positive decay for a head."""
+        if not frame.gain:
+            return frame.kind in ("dense", "scale")
+        return frame.kind == "scale" and frame.rows == frame.columns == 1 and not frame.signed and not self.scans
 
     def summary(self, state: Tensor | None, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(the state after the shard, from `state` or from zero; M if `moves`; what `forward` takes as `held`).

@@ -97,8 +97,9 @@ class ChunkCall(Pointwise):
             x = last_rows(x, self.program.micro)
         return x
 
-    def level(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The running maximum before and after every token [2, B, H, T], and the last one [B, H].
+    def level(self, first: Tensor | None, drifts: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The running maximum before and after every token [2, B, H, T], the last one [B, H], and with `drifts` the
+        logarithms of decays [B · H, blocks], summed over blocks of tokens.
 
         first: m_0 [B, H], or None. Both are [S, H] for packed sequences.
         """
@@ -114,10 +115,10 @@ class ChunkCall(Pointwise):
         maps = self.empty(lanes, blocks, 2)
         args, body = self.arguments(self.program.accesses["levels"]), self.program.functions.levels
         sizes = (self.tokens, self.heads, blocks)
-        if blocks > 1:
+        if blocks > 1 or drifts:
             launch(level_blocks, (blocks, lanes), args, maps, table, *sizes, body=body, K=block)
         launch(levels, (blocks, lanes), args, maps, first, out, last, table, *sizes, body=body, K=block)
-        return out, last
+        return out, last, maps[:, :, 0] if drifts else None
 
     def keep_level(self, level: Tensor) -> None:
         """Register the running maximum before and after every token, and at its readout, by name."""

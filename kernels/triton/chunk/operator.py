@@ -69,7 +69,7 @@ def _forward(
     start, first, _ = starting(call, state)
     saved = []
     if known.stabilised:
-        level, last = call.level(first)
+        level, last, _ = call.level(first)
         call.keep_level(level)
         saved.append(level)
     saved += call.make()

@@ -37,15 +37,15 @@ def _run(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The state after T tokens [B, H, N, columns], M, and what dsf::matrix_mixer can use of this (`held`).
 
-    state: S_in, None for one in which nothing was written. M is [B, H, N, N] with corrections and `moves`, [B, H, N, 1]
-    of decays by head or by key with `moves`, else empty.
+    state: S_in, None for one in which nothing was written. M, if `moves`, else empty: with corrections [B, H, N, N], of
+    decays by head or by key [B, H, N, 1], with a running maximum its logarithm [B, H, 1, 1].
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands)
     start, first, _ = starting(call, state)
-    last = None
+    last = drifts = None
     if known.stabilised:
-        level, last = call.level(first)
+        level, last, drifts = call.level(first, moves)
         call.keep_level(level)
     call.make()
     arguments = call.chunk_arguments(start)
@@ -53,7 +53,7 @@ def _run(
         final, move = rank_one_ops.shard(**arguments, moves=moves)
         return final[..., : call.p + known.ones].contiguous(), move, []
     normal: Normaliser | None = arguments["normal"]
-    ends, move, held = _written(arguments, moves)
+    ends, move, held = _written(arguments, moves and drifts is None)
     if normal is not None:
         assert normal.final is not None
         ends = torch.cat([ends, normal.final.unsqueeze(-1)], dim=-1)
@@ -61,6 +61,8 @@ def _run(
         ends = ends[..., : call.p + 1]
     if last is not None:  # rows are written relative to the maximum, so that what they add depends on S_in
         ends, held = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1), []
+    if drifts is not None:
+        move = drifts.sum(1).view(call.batch, call.heads, 1, 1)
     return ends.contiguous(), move, held
 
 
