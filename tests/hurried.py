@@ -30,6 +30,7 @@ OPERATORS = {
 }  # fmt: skip
 TURNED = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul"}
 INTEGERS = {"int32", "int64"}  # which numpy, too, brings to the wider one
+BOOLEAN, EVERY = np.dtype(bool), slice(None)
 REPEATED = {"fp16", "fp32", "fp64", *INTEGERS}
 _swapped: list[tuple[Any, str, Any, Any]] = []
 
@@ -69,6 +70,7 @@ def _wrap_once() -> None:
     patch, kind, guard = getattr(*private.PATCH), getattr(*private.NUMPY_TYPE), tl.load.__code__
     operators = {name: _operator(method, False) for name, method in OPERATORS.items()}
     operators |= {name: _operator(method, True) for name, method in TURNED.items()}
+    indexed = _indexed(tl.tensor.__getitem__)
     wrapped: set[str] = set()
     kinds: dict[str, Any] = {}
 
@@ -96,6 +98,8 @@ def _wrap_once() -> None:
         inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
         if owner is tl.tensor and name in operators:
             return scope.set_attr(owner, name, operators[name])
+        if owner is tl.tensor and name == "__getitem__":
+            return scope.set_attr(owner, name, indexed)
 
         def called(*args: Any, _semantic: Any = None, **named: Any) -> Any:
             return inner(*args, _semantic=private.semantic(), **named)
@@ -205,6 +209,7 @@ def _repeat_operations() -> None:
     for name, op in OF_TWO.items():
         _swap(private.Semantic, name, _repeated(name, getattr(private.Semantic, name), op))
     _swap(private.Semantic, "where", _chosen(private.Semantic.where))
+    _swap(private.Semantic, "full", _filled(private.Semantic.full))
 
 
 def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +270,7 @@ def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     def chosen(self: Any, which: Any, x: Any, y: Any) -> Any:
-        if not type(which) is type(x) is type(y) is tl.tensor or which.handle.data.dtype != bool:
+        if not type(which) is type(x) is type(y) is tl.tensor or which.handle.data.dtype is not BOOLEAN:
             return where(self, which, x, y)
         key = (which.type.name, x.type.name, y.type.name)
         kind = known.get(key)
@@ -282,6 +287,49 @@ def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
         return tl.tensor(result, kind[0])
 
     return chosen
+
+
+def _indexed(member: Callable[..., Any]) -> Callable[..., Any]:
+    """x[:, None] and its like."""
+    inner, handle, new = getattr(member, "__wrapped__", member), private.Handle, object.__new__
+    known: dict[Any, Any] = {}
+
+    def indexed(x: Any, places: Any, _semantic: Any = None) -> Any:
+        data = x.handle.data
+        if type(places) is not tuple or data.ndim != sum(place is not None for place in places):
+            return inner(x, places, _semantic=private.semantic())
+        key = (x.type.name, *(place is None for place in places))
+        way = known.get(key)
+        if way is None or any(place is not None and place != EVERY for place in places):
+            found = inner(x, places, _semantic=private.semantic())
+            known[key] = found.type, found.handle.dtype
+            return found
+        result = new(handle)
+        result.data, result.dtype, result.attr = data[places], way[1], {}
+        return tl.tensor(result, way[0])
+
+    return indexed
+
+
+def _filled(full: Callable[..., Any]) -> Callable[..., Any]:
+    """Blocks of one number of Python's, which no operation changes."""
+    handle, new = private.Handle, object.__new__
+    known: dict[Any, Any] = {}
+
+    def filled(self: Any, shape: Any, value: Any, dtype: Any) -> Any:
+        if type(value) not in (int, float, bool):
+            return full(self, shape, value, dtype)
+        key = (*(int(size) for size in shape), type(value), str(value), dtype.name)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = full(self, shape, value, dtype)
+            return full(self, shape, value, dtype)
+        result = new(handle)
+        result.data, result.dtype, result.attr = found.handle.data.view(), found.handle.dtype, {}
+        result.data.flags.writeable = False
+        return tl.tensor(result, found.type)
+
+    return filled
 
 
 def _combine_slices() -> None:
