@@ -49,6 +49,10 @@ def test_one_launch_folds_as_torch_does(frame: Frame, layout: Layout) -> None:
         (states, kept), (found, keeps) = plain.forward(rows), fused.forward(rows)
         for n in numbers:
             torch.testing.assert_close(found[n], states[n], rtol=2e-6, atol=2e-6)
+            following = [frame.gain_of(x[min(n + 1, len(x) - 1)]) for x in (found, states)]
+            torch.testing.assert_close(*following, rtol=2e-6, atol=2e-6)
+        if len(numbers) == 1:  # what is saved for the backward pass keeps no other fragments' states
+            assert found[numbers[0]].untyped_storage().nbytes() <= 2 * 4 * 2 * 3 * frame.state_numbers
         assert [x.shape for x in keeps] == [x.shape for x in kept]
         for x, y in zip(keeps, kept, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)

@@ -54,6 +54,8 @@ class Fold:
         begins = (self.ends and low == 0) or frame.gain or not self.fresh[0]  # else nothing depends on the first state
         first = frame.empty(rows, *rows.shape[2:4]) if begins else f
         states = entered(frame, written, moves[:count], self.fresh[:count], first)
+        if count == 1 < self.last:  # F itself, with which all gathered maps would live
+            states[1] = states[1].clone()
         kept = []
         if frame.move_numbers and low + 1 < self.last:
             kept.append(torch.stack(list(moves[low + 1 :])))  # a copy, which does not keep the gathered tensor alive
@@ -84,6 +86,8 @@ class Fold:
             kept.append(later)  # a copy, which does not keep the gathered tensor alive
         if frame.gain:
             kept.append(frame.gain_of(found).clone())
+            if self.high - self.low < self.last:  # the others would live as long as those that are saved
+                low, found = self.low, found[self.low : self.high + 2].clone()
         states = found.unbind(0)
         return [*states[:1] * low, *states], kept
 
