@@ -43,6 +43,44 @@ def turned_back(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.stack([torch.addcmul(cosine * first, sine, second), high], dim=-2).flatten(-3, -2)
 
 
+class SumsApart(torch.autograd.Function):
+    """Running sums over the tokens of each packed sequence: apply(x, which, starts, ends), x [B, T, ...].
+
+    which: [T], the sequence of a token; starts, ends: [S], the first and last tokens of sequences. One sum runs over
+    all tokens, from which each sequence subtracts what came before it. What is not finite is left out of that sum and
+    put back in its own sequence, as are gradients: a NaN in one sequence reaches no other.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, which: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        """The sums, of x's shape."""
+        return _apart(x, starts.index_select(0, which))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Kept for the backward pass: the places."""
+        ctx.save_for_backward(inputs[1], inputs[3])
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None, None]:
+        """The same sums from the last token of every sequence to the first."""
+        which, ends = ctx.saved_tensors
+        first = given[0].shape[1] - 1 - ends.index_select(0, which)
+        return _apart(given[0].flip(1), first.flip(0)).flip(1), None, None, None
+
+
+def _apart(x: Tensor, first: Tensor) -> Tensor:
+    """Running sums of x [B, T, ...] from the token `first` [T] of every token's sequence on."""
+    finite = x.isfinite()
+    found, spoiled = torch.where(finite, x, 0.0).cumsum(1), (~finite).cumsum(1, dtype=torch.int32)
+
+    def begun(y: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], dim=1)
+        return y - before.index_select(1, first)
+
+    return torch.where(begun(spoiled) > 0, math.nan, begun(found))
+
+
 class _TurnedAndRounded(torch.autograd.Function):
     """turn_pairs in x's dtype, rounded to `kind`. The angle's gradient is computed from the rounded result, since it is
     a sum over tokens of kernels' gradients for these numbers, in which most cancels."""

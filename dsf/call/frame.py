@@ -19,7 +19,7 @@ from dsf.call.digits import of_enough_digits, widened
 from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.oracle import oracle_dtype
-from dsf.kernels.turns import turn_pairs, turned_back, whole_turns_left_out
+from dsf.kernels.turns import SumsApart, turn_pairs, turned_back, whole_turns_left_out
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.frame import Frame, Leaf
 from dsf.language.spec import Spec
@@ -112,11 +112,10 @@ class Framed:
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The running sum of x within each sequence, and its value at the end of every sequence (0 for empty ones)."""
-        whole = x if x.shape[1] == 1 else x.cumsum(1)
         if self.places is None:
+            whole = x if x.shape[1] == 1 else x.cumsum(1)
             return whole, last_of(whole, None)
-        before = torch.cat([torch.zeros_like(whole[:, :1]), whole[:, :-1]], dim=1)
-        whole = whole - before.index_select(1, self.places.starts.index_select(0, self.places.which))
+        whole = SumsApart.apply(x, self.places.which, self.places.starts, self.places.ends)
         return whole, torch.where(self.places.filled.view(-1, 1, 1, 1), last_of(whole, self.places), 0.0)
 
     def _width(self, leaf: Leaf) -> int:
