@@ -307,7 +307,7 @@ FAMILIES = {
             "attention.kernel", "attention.sums", "double", "fourier.holes", "fourier.numbers", "fourier.rows",
             "fourier.spectra", "fourier.states", "impulse", "launcher", "layer.convolution",
             "layer.convolution_gradient", "layer.norm",
-            "layer.windows",
+            "layer.windows", "ranks",
         ),
     ),
 }  # fmt: skip

@@ -276,9 +276,7 @@ class Route:
         for one, inputs in zip(self.hollows, shards, strict=True):
             tensors = inputs
             if one.shard.scans or one.layout.slots > 1:
-                spec, known = one.summary.recurrence.spec, one.summary.bound
-                given = dict(zip(known.tensors, tensors, strict=True))
-                bound = Bound(given, known.sizes, known.dtype, known.compute, known.device)
+                spec, bound = one.summary.recurrence.spec, one.summary_of(inputs).bound
                 timed = {i.name for i in spec.inputs if i.kind.time} if one.layout.slots > 1 else set()
                 tensors = Shard.of(spec, _rows_of(bound, timed, one.layout.slots)).operands
             found.append(one.begun(tensors, initial))

@@ -20,6 +20,7 @@ from dsf.kernels import affine
 from dsf.kernels.affine import Frame
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
+from dsf.kernels.triton.ranks import rank_slot
 from dsf.kernels.triton.sizes import power
 from dsf.kernels.triton.structs import Config
 
@@ -28,7 +29,7 @@ WIDEST = 128  # rows of a state that a dense M [N, N] of one program may have
 
 
 @dataclass(frozen=True, repr=False)
-class Fold(Config):
+class Maps(Config):
     """N, P: rows and plain columns of a state; BN, BP: of a program's tile. BACK: gradients, from the last fragment on.
 
     GAIN: columns of m, 0 without one. DENSE: M is [N, N]; else [ROWS, COLUMNS], each N or P numbers or one, or nothing
@@ -50,11 +51,9 @@ class Fold(Config):
 
 @triton.jit
 def place_of(j, ranks, C: tl.constexpr):
-    """rank · slots + slot of fragment j (dsf.parallel.layout)."""
-    if C.SLOTS == 1:
-        return j
-    later = (j >= ranks).to(tl.int32)
-    return 2 * (j * (1 - later) + (2 * ranks - 1 - j) * later) + later
+    """rank · slots + slot of fragment j."""
+    rank, slot = rank_slot(j, ranks)
+    return rank * C.SLOTS + slot
 
 
 @triton.jit
@@ -145,12 +144,11 @@ def shape_of(frame: Frame) -> list[int]:
     return [frame.n, frame.plain, frame.gain, int(dense), rows, columns, int(signed)]
 
 
-def _config(frame: list[int], slots: int, back: bool) -> Fold:
+def _config(frame: list[int], slots: int, back: bool) -> Maps:
     n, plain, gain, dense, rows, columns, signed = frame
     tall = max(16, power(n)) if dense else power(n)
-    wide = min(power(plain), 16 if dense else min(256, max(16, 2048 // tall)))
-    return Fold(n, plain, tall, max(16, wide) if dense else wide, back, gain, bool(dense), rows, columns, bool(signed),
-                slots)  # fmt: skip
+    wide = 16 if dense else min(power(plain), 256, max(16, 2048 // tall))
+    return Maps(n, plain, tall, wide, back, gain, bool(dense), rows, columns, bool(signed), slots)
 
 
 def _states(rows: Tensor, frame: list[int], low: int, count: int) -> Tensor:

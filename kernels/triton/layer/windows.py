@@ -14,18 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _rank_slot(j, ranks):
-    """(rank, slot) of fragment j (dsf.parallel.layout)."""
-    later = (j >= ranks).to(tl.int32)
-    return j * (1 - later) + (2 * ranks - 1 - j) * later, later
-
-
-@triton.jit
-def _number(rank, slot, ranks):
-    """The number of the fragment in a slot of a rank."""
-    return rank * (1 - slot) + (2 * ranks - 1 - rank) * slot
+from dsf.kernels.triton.ranks import number_of, rank_slot
 
 
 @triton.jit(do_not_specialize=["L", "B", "C"])
@@ -68,11 +57,11 @@ def enter_windows(
     fragments = ranks * SLOTS
     left, to = fragments, last + b * C * PAST
     if slot < SLOTS:
-        left, to = _number(rank, slot, ranks), starts + (b * SLOTS + slot) * C * PAST
+        left, to = number_of(rank, slot, ranks), starts + (b * SLOTS + slot) * C * PAST
     passed = left * 0
     while (left > 0) & (passed < PAST):
         left -= 1
-        r, s = _rank_slot(left, ranks)
+        r, s = rank_slot(left, ranks)
         at = every + ((r * SLOTS + s) * B + b) * (PAST + 1) * C
         count = tl.load(at + PAST * C).to(tl.int32)
         there = (PAST - i > passed) & (PAST - i <= passed + count)
@@ -81,7 +70,7 @@ def enter_windows(
     tl.store(to + c * PAST + i, found.to(starts.dtype.element_ty), mask=ok)
     if (slot == SLOTS) & (b == 0) & (tl.program_id(2) == 0):
         j = tl.arange(0, FRAGMENTS)
-        r, s = _rank_slot(j, ranks)
+        r, s = rank_slot(j, ranks)
         at = every + ((r * SLOTS + s) * B * (PAST + 1) + PAST) * C
         tl.store(counts + j, tl.load(at, mask=j < fragments, other=0.0).to(tl.int32), mask=j < fragments)
 
@@ -93,7 +82,7 @@ def _pulled(every, counts, i, c, ok, b, number, ranks, B, C, SLOTS: tl.constexpr
     own = tl.load(counts + number)
     found, passed, n = i * 0.0 + c * 0.0, number * 0, number + 1
     while (n < fragments + ranks) & (passed < PAST):
-        r, s = _rank_slot(n, ranks)
+        r, s = rank_slot(n, ranks)
         if n >= fragments:  # the window after the sequence, of which every rank holds a part of the gradient
             r, s = n - fragments, r * 0 + SLOTS
         at = every + ((r * (SLOTS + 1) + s) * B + b) * C * PAST
@@ -120,7 +109,7 @@ def leave_windows(
     c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     i = tl.arange(0, W)[:, None]
     ok = (i < PAST) & (c < C)
-    number = _number(rank, slot, ranks)
+    number = number_of(rank, slot, ranks)
     token = L - PAST + i
     there = ok & (token >= 0)
     g = _pulled(every, counts, i, c, there, b, number, ranks, B, C, SLOTS, PAST)
