@@ -70,7 +70,7 @@ def _wrap_once() -> None:
     patch, kind, guard = getattr(*private.PATCH), getattr(*private.NUMPY_TYPE), tl.load.__code__
     operators = {name: _operator(method, False) for name, method in OPERATORS.items()}
     operators |= {name: _operator(method, True) for name, method in TURNED.items()}
-    indexed = _indexed(tl.tensor.__getitem__)
+    operators["__getitem__"] = _indexed(tl.tensor.__getitem__)
     wrapped: set[str] = set()
     kinds: dict[str, Any] = {}
 
@@ -98,8 +98,6 @@ def _wrap_once() -> None:
         inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
         if owner is tl.tensor and name in operators:
             return scope.set_attr(owner, name, operators[name])
-        if owner is tl.tensor and name == "__getitem__":
-            return scope.set_attr(owner, name, indexed)
 
         def called(*args: Any, _semantic: Any = None, **named: Any) -> Any:
             return inner(*args, _semantic=private.semantic(), **named)
@@ -213,8 +211,7 @@ def _repeat_operations() -> None:
 
 
 def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    convert, handle, new = getattr(*private.CONVERT), private.Handle, object.__new__
-    known: dict[Any, Any] = {}
+    convert, known = getattr(*private.CONVERT), dict[Any, Any]()
 
     def name_of(x: Any) -> Any:
         return x.type.name if type(x) is tl.tensor else (type(x), x, str(x))  # 0.0 is not -0.0
@@ -224,7 +221,7 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
         points to); None where more is to be done."""
         tensors = [z for z in (x, y) if type(z) is tl.tensor]
         kinds = {z.type.scalar.name for z in tensors}
-        if name == "add" and len(tensors) == 2 and x.type.scalar.is_ptr() and y.type.scalar.name in ("int32", "int64"):
+        if name == "add" and len(tensors) == 2 and x.type.scalar.is_ptr() and y.type.scalar.name in INTEGERS:
             return found.type, found.handle.dtype, found.handle.data.dtype, None, None, _bytes_of(x)
         bits = kinds == {"int1"} and name in ("and_", "or_") and len(tensors) == 2
         if not bits and not kinds <= INTEGERS and (len(kinds) != 1 or not kinds <= REPEATED):
@@ -254,11 +251,16 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
             data = op(x.handle.data if first is None else first, y.handle.data if second is None else second)
         if data.dtype is not numbers and data.dtype != numbers:
             return operation(self, x, y, *more, **named)
-        result = new(handle)
-        result.data, result.dtype, result.attr = data, dtype, {}
-        return tl.tensor(result, kind)
+        return _block(data, dtype, kind)
 
     return repeated
+
+
+def _block(data: np.ndarray, dtype: Any, kind: Any) -> Any:
+    """A tensor of that type with these numbers, whose size is not checked again."""
+    handle = object.__new__(private.Handle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    return tl.tensor(handle, kind)
 
 
 def _bytes_of(pointer: Any) -> int:
@@ -266,7 +268,7 @@ def _bytes_of(pointer: Any) -> int:
 
 
 def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
-    handle, new = private.Handle, object.__new__
+    """`where` of three tensors, the last two of one type."""
     known: dict[Any, Any] = {}
 
     def chosen(self: Any, which: Any, x: Any, y: Any) -> Any:
@@ -281,39 +283,32 @@ def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
             return found
         if kind is False:
             return where(self, which, x, y)
-        result = new(handle)
-        result.data = np.where(which.handle.data, x.handle.data, y.handle.data)
-        result.dtype, result.attr = kind[1], {}
-        return tl.tensor(result, kind[0])
+        return _block(np.where(which.handle.data, x.handle.data, y.handle.data), kind[1], kind[0])
 
     return chosen
 
 
 def _indexed(member: Callable[..., Any]) -> Callable[..., Any]:
     """x[:, None] and its like."""
-    inner, handle, new = getattr(member, "__wrapped__", member), private.Handle, object.__new__
-    known: dict[Any, Any] = {}
+    inner, known = getattr(member, "__wrapped__", member), dict[Any, Any]()
 
     def indexed(x: Any, places: Any, _semantic: Any = None) -> Any:
-        data = x.handle.data
-        if type(places) is not tuple or data.ndim != sum(place is not None for place in places):
+        data, plain = x.handle.data, type(places) is tuple and all(place is None or place == EVERY for place in places)
+        if not plain or data.ndim != len(places) - places.count(None):
             return inner(x, places, _semantic=private.semantic())
         key = (x.type.name, *(place is None for place in places))
         way = known.get(key)
-        if way is None or any(place is not None and place != EVERY for place in places):
+        if way is None:
             found = inner(x, places, _semantic=private.semantic())
-            known[key] = found.type, found.handle.dtype
+            known[key] = found.handle.dtype, found.type
             return found
-        result = new(handle)
-        result.data, result.dtype, result.attr = data[places], way[1], {}
-        return tl.tensor(result, way[0])
+        return _block(data[places], *way)
 
     return indexed
 
 
 def _filled(full: Callable[..., Any]) -> Callable[..., Any]:
     """Blocks of one number of Python's, which no operation changes."""
-    handle, new = private.Handle, object.__new__
     known: dict[Any, Any] = {}
 
     def filled(self: Any, shape: Any, value: Any, dtype: Any) -> Any:
@@ -323,11 +318,8 @@ def _filled(full: Callable[..., Any]) -> Callable[..., Any]:
         found = known.get(key)
         if found is None:
             found = known[key] = full(self, shape, value, dtype)
-            return full(self, shape, value, dtype)
-        result = new(handle)
-        result.data, result.dtype, result.attr = found.handle.data.view(), found.handle.dtype, {}
-        result.data.flags.writeable = False
-        return tl.tensor(result, found.type)
+            found.handle.data.flags.writeable = False
+        return _block(found.handle.data, found.handle.dtype, found.type)
 
     return filled
 

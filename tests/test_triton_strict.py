@@ -152,7 +152,13 @@ OPERATIONS = {
     "floordiv": lambda s, x, y: s.floordiv(x, y),
     "mod": lambda s, x, y: s.mod(x, y),
     "and": lambda s, x, y: s.and_(x, y),
+    "or": lambda s, x, y: s.or_(x, y),
+    "equal": lambda s, x, y: s.equal(x, y),
+    "not equal": lambda s, x, y: s.not_equal(x, y),
     "less": lambda s, x, y: s.less_than(x, y),
+    "at most": lambda s, x, y: s.less_equal(x, y),
+    "greater": lambda s, x, y: s.greater_than(x, y),
+    "at least": lambda s, x, y: s.greater_equal(x, y),
     "maximum": lambda s, x, y: s.maximum(x, y, tl.PropagateNan.ALL),
     "where": lambda s, x, y: s.where(operand(tl.int1, (2, 2, 4)), x, y),
 }
@@ -184,6 +190,44 @@ def test_a_hurried_interpreter_computes_the_same_of_any_two_operands(name: str) 
             expected = computed(name, x, y)
         for _ in range(2):  # found out, and remembered
             assert computed(name, x, y) == expected, (x.type, getattr(y, "type", y))
+
+
+@triton.jit
+def farther(x, i, y, j):
+    """The pair whose number is larger in size."""
+    mine = tl.abs(x) >= tl.abs(y)
+    return tl.where(mine, x, y), tl.where(mine, i, j)
+
+
+@triton.jit
+def combine_rows(x, out, places, SIZE: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    rows, local = tl.arange(0, 4)[:, None], tl.arange(0, SIZE)
+    at = rows * SIZE + local[None, :]
+    given, numbers = tl.load(x + at), at + tl.full((4, SIZE), 3, tl.int32) * tl.zeros((4, SIZE), tl.int32)
+    best, place = tl.associative_scan((given, numbers), AXIS, farther)
+    tl.store(out + at, best)
+    tl.store(places + at, place)
+    last, where = tl.reduce((given, numbers), AXIS, farther, keep_dims=KEEP)
+    if KEEP:
+        tl.store(out + 4 * SIZE + at, last + tl.zeros((4, SIZE), tl.float32))
+        tl.store(places + 4 * SIZE + at, where + tl.zeros((4, SIZE), tl.int32))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_hurried_interpreter_combines_slices_to_the_same_bits(axis: int) -> None:
+    x = torch.randn(4, 8)
+
+    def found() -> list[torch.Tensor]:
+        out, places = torch.zeros(2, 4, 8), torch.zeros(2, 4, 8, dtype=torch.int32)
+        for keep in (True, False):
+            combine_rows[(1,)](x, out, places, SIZE=8, AXIS=axis, KEEP=keep)
+        return [out, places]
+
+    with hurried.as_it_is():
+        expected = found()
+    for _ in range(2):  # found out, and remembered
+        assert all(torch.equal(a, b) for a, b in zip(found(), expected, strict=True))
+    assert expected[1].unique().numel() > 4
 
 
 @pytest.mark.parametrize("name", ["s6", "rwkv7", "mlstm"])
