@@ -9,7 +9,7 @@ from matrix_family import late_ratio
 from mixer_inputs import sample
 
 import dsf
-from dsf import Key, Param, Scalar, System, Value, sigmoid
+from dsf import Key, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, tanh
 from dsf.kernels.triton.chunk import call as chunk_calls
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.kernels.triton.scan import launches as scan_launches
@@ -158,12 +158,31 @@ def test_what_is_summed_up_before_changes_no_bit(monkeypatch):
         torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-5)
 
 
+@dsf.recurrence
+def swaying(q: Key, k: Key, v: Value, s: Scalar, i: Scalar) -> System:
+    """M has a sign, so that it is computed from the inputs of every call."""
+    return System(A=tanh(s), B=exp(i) * k * v, C=q, normalize=lambda num, den, one: num / maximum(abs(den), one))
+
+
+@dsf.recurrence
+def steady(q: Key, k: Key, v: Value, s: Param[Scalar], i: Scalar) -> System:
+    """The decay is one for all tokens."""
+    return System(A=sigmoid(s), B=exp(i) * k * v, C=q, normalize=lambda num, den, one: num / maximum(abs(den), one))
+
+
+MAXIMA = {r.name: r for r in (swaying, steady)}  # with running maxima
+
+
 @pytest.mark.parametrize(
     ("name", "world"),
     [
         ("gated_deltanet", Simulated(2, exchange="gather")),
+        ("mlstm", Simulated(2, exchange="gather")),
         ("mlstm", Simulated(3, exchange="gather")),
         ("mlstm", Simulated(2, "headtail", exchange="relay")),
+        ("swaying", Simulated(3, exchange="gather")),
+        ("steady", Simulated(3, exchange="gather")),
+        ("rwkv7", Simulated(2, exchange="gather")),
         ("rwkv7", Simulated(3, exchange="transpose")),
         ("s6", Simulated(2, exchange="gather")),
     ],
@@ -171,7 +190,7 @@ def test_what_is_summed_up_before_changes_no_bit(monkeypatch):
 )
 def test_third_calls_are_played_on_other_numbers(name, world, monkeypatch, counted):
     cut_time(monkeypatch, 2)
-    recurrence = get(name).recurrence
+    recurrence = MAXIMA.get(name) or get(name).recurrence
     given = draw(recurrence, 72)
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     for turn in range(3):

@@ -32,7 +32,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
-from dsf.kernels.turns import turn_pairs, turned_back
+from dsf.kernels.turns import SumsApart, turn_pairs, turned_back
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -431,3 +431,22 @@ def test_turning_back_is_turning_by_minus_the_angle(pairs):
     other = torch.autograd.grad((turn_pairs(x, -angle) * weight).sum(), (x, angle))
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_apart_are_differentiable_twice_and_keep_what_is_not_finite_to_its_sequence():
+    bounds = torch.tensor([0, 3, 3, 4, 9])
+    which = torch.tensor([0, 0, 0, 2, 3, 3, 3, 3, 3])
+    places = which, bounds[:-1], (bounds[1:] - 1).clamp(min=0)
+    x = torch.randn(1, 9, 2, 1, 1, dtype=torch.float64, requires_grad=True)
+    whole = torch.cat([x[:, a:b].cumsum(1) for a, b in ((0, 3), (3, 4), (4, 9))], 1)
+    torch.testing.assert_close(SumsApart.apply(x, *places), whole, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x: SumsApart.apply(x, *places), x)
+    assert torch.autograd.gradgradcheck(lambda x: SumsApart.apply(x, *places), x)
+    for value in (math.nan, math.inf):
+        bad, slope = x.detach().clone(), torch.ones_like(x)
+        bad[:, 5] = slope[:, 5] = value
+        bad.requires_grad_()
+        y = SumsApart.apply(bad, *places)
+        (grad,) = torch.autograd.grad(y, bad, slope)
+        assert y[:, :5].isfinite().all() and not y[:, 5:].isfinite().any()
+        assert grad[:, :4].isfinite().all() and not grad[:, 4:6].isfinite().any() and grad[:, 6:].isfinite().all()
