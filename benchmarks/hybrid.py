@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 2 benchmarks/hybrid.py --json benchmarks/results/hybrid.json --commit HASH
 torchrun --nproc-per-node 2 benchmarks/hybrid.py --dry --json /tmp/hybrid.json           (a CPU, gloo, tiny, an odd T)
+torchrun --nproc-per-node 2 benchmarks/hybrid.py --half ranks --json /tmp/ranks.json     (and --half one elsewhere)
+python benchmarks/hybrid.py --join /tmp/ranks.json /tmp/one.json --json benchmarks/results/hybrid.json
 python benchmarks/hybrid.py --page benchmarks/results/hybrid.json --into docs/parallel.md
 
 Three Gated DeltaNet layers for each softmax layer, 340M parameters, one sequence of --tokens a step, AdamW, bfloat16
@@ -17,6 +19,7 @@ import os
 import statistics
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -97,6 +100,23 @@ def halves(asked, facts):
     return found if same and len(found) == 1 else {}
 
 
+def whole(facts, one, ranks):
+    """The record of both halves. Steps that one of them did not make are left out of `apart`."""
+    pairs = zip(one["losses"], ranks["losses"], strict=False)
+    apart = max(abs(a - b) / b for a, b in pairs)
+    strong = one["ms"] / (facts["ranks_count"] * ranks["ms"])
+    return {**facts, "one": one, "ranks": ranks, "apart": apart, "strong": strong}
+
+
+def joined(ranks, one):
+    """The record of halves that ran at the same time, on GPUs of one host. The layout is that of the ranks."""
+    facts = {name: x for name, x in ranks.items() if name not in HALVES}
+    differ = [name for name, x in facts.items() if name not in ("layout", "ranks_count") and one.get(name) != x]
+    if differ:
+        raise SystemExit(f"the halves differ in {', '.join(differ)}")
+    return whole(facts, one["one"], ranks["ranks"])
+
+
 def save(asked, record):
     if asked.json:
         asked.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -125,10 +145,16 @@ def main():
     parser.add_argument("--layout", default="contiguous", help="headtail balances the work of softmax attention")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny: whether all of it runs")
+    parser.add_argument("--half", choices=HALVES, help="measure this half alone")
+    parser.add_argument("--join", type=Path, nargs=2, metavar=("RANKS", "ONE"), help="measure nothing: join two halves")
     asked = parser.parse_args()
     asked.tokens, asked.steps = asked.tokens or TOKENS[asked.dry], asked.steps or STEPS[asked.dry]
     if shows(asked, page):
         return
+    if asked.join:
+        record = joined(*(json.loads(path.read_text()) for path in asked.join))
+        print(page(record))
+        return save(asked, record)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu") if asked.dry else torch.device("cuda", local)
     if not asked.dry:
@@ -143,18 +169,13 @@ def main():
     }  # fmt: skip
     found = halves(asked, facts)
     for who in HALVES:
-        if who not in found:
+        if who not in found and asked.half in (None, who):
             found[who] = trained(asked, ids, *((sequence, mesh["cp"]) if who == "ranks" else (None, None)))
-        if not dist.get_rank() and len(found) == 1:
+        if not dist.get_rank() and len(found) == 1 and who in found:
             print(f"{who}:", json.dumps(found[who]), flush=True)
             save(asked, {**facts, **found})
-    if not dist.get_rank():
-        one, ranks = found["one"], found["ranks"]
-        pairs = zip(one["losses"], ranks["losses"], strict=True)
-        record = {
-            **facts, "one": one, "ranks": ranks, "apart": max(abs(a - b) / b for a, b in pairs),
-            "strong": one["ms"] / (sequence.ranks * ranks["ms"]),
-        }  # fmt: skip
+    if not dist.get_rank() and len(found) == len(HALVES):
+        record = whole(facts, found["one"], found["ranks"])
         print(page(record), flush=True)
         save(asked, record)
     dist.barrier()  # until all is written
