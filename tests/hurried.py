@@ -156,6 +156,7 @@ def _remember_conversions() -> None:
     """
     convert, spread = getattr(*private.CONVERT), getattr(*private.SPREAD)
     known: dict[Any, Any] = {}
+    spreads: dict[Any, Any] = {}
 
     def name_of(x: Any) -> Any:
         return x.type.name if type(x) is tl.tensor else (type(x), x)
@@ -184,7 +185,18 @@ def _remember_conversions() -> None:
 
     def repeated(self: Any, x: Any, y: Any) -> Any:
         shape = getattr(x.type, "shape", None)
-        return (x, y) if shape is not None and shape is getattr(y.type, "shape", None) else spread(self, x, y)
+        if shape is not None and shape is getattr(y.type, "shape", None):
+            return x, y
+        key = (x.type.name, y.type.name)
+        kinds = spreads.get(key)
+        if kinds is None:
+            found = spread(self, x, y)
+            spreads[key] = [z.type if z.type.is_block() else None for z in found]
+            return found
+        return tuple(
+            z if kind is None or z.type is kind else _block(np.broadcast_to(z.handle.data, kind.shape), z.dtype, kind)
+            for z, kind in zip((x, y), kinds, strict=True)
+        )
 
     _swap(*private.CONVERT, converted)
     _swap(*private.SPREAD, repeated)
@@ -206,15 +218,13 @@ def _repeat_operations() -> None:
     """What an operation gives but for its numbers follows from its operands' types, and from numbers of Python's."""
     for name, op in OF_TWO.items():
         _swap(private.Semantic, name, _repeated(name, getattr(private.Semantic, name), op))
+    _swap(private.Semantic, "cast", _cast(private.Semantic.cast))
     _swap(private.Semantic, "where", _chosen(private.Semantic.where))
     _swap(private.Semantic, "full", _filled(private.Semantic.full))
 
 
 def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    convert, known = getattr(*private.CONVERT), dict[Any, Any]()
-
-    def name_of(x: Any) -> Any:
-        return x.type.name if type(x) is tl.tensor else (type(x), x, str(x))  # 0.0 is not -0.0
+    convert, known, tensor = getattr(*private.CONVERT), dict[Any, Any](), tl.tensor
 
     def way_of(self: Any, x: Any, y: Any, found: Any) -> Any:
         """(Type, dtype and numbers' dtype of a result, operands that are numbers of Python's, bytes of what a pointer
@@ -236,7 +246,10 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
         return found.type, found.handle.dtype, found.handle.data.dtype, *numbers, 0
 
     def repeated(self: Any, x: Any, y: Any, *more: Any, **named: Any) -> Any:
-        key = (name_of(x), name_of(y))
+        key = (  # 0.0 is not -0.0
+            x.type.name if type(x) is tensor else (type(x), x, str(x)),
+            y.type.name if type(y) is tensor else (type(y), y, str(y)),
+        )
         way = known.get(key, known)
         if way is known:
             found = operation(self, x, y, *more, **named)
@@ -257,14 +270,40 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
 
 
 def _block(data: np.ndarray, dtype: Any, kind: Any) -> Any:
-    """A tensor of that type with these numbers, whose size is not checked again."""
-    handle = object.__new__(private.Handle)
+    """A tensor of that type with these numbers, whose size is not checked again. kind: of a tensor that there was."""
+    handle, found = object.__new__(private.Handle), object.__new__(tl.tensor)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
-    return tl.tensor(handle, kind)
+    found.__dict__.update(kind.filled)
+    found.handle = handle
+    return found
 
 
 def _bytes_of(pointer: Any) -> int:
     return max(1, pointer.handle.get_element_ty().primitive_bitwidth // 8)
+
+
+def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Casts between the types that numpy has, and between float32 and bfloat16."""
+    known: dict[Any, Any] = {}
+
+    def converted(self: Any, x: Any, kind: Any, *mode: Any, **named: Any) -> Any:
+        old, new = x.type.scalar.name, kind.scalar.name
+        if old == new:
+            return x
+        plain = old in REPEATED and new in REPEATED
+        if mode or named or not (plain or {old, new} == {"fp32", "bf16"}):
+            return cast(self, x, kind, *mode, **named)
+        key = (x.type.name, new)
+        way = known.get(key)
+        if way is None:
+            found = cast(self, x, kind)
+            known[key] = found.type, found.handle.dtype, found.handle.data.dtype
+            return found
+        made, dtype, numbers = way
+        data = x.handle.data.astype(numbers) if plain else self.builder.cast_impl(x.handle, made).data
+        return _block(data, dtype, made)
+
+    return converted
 
 
 def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:

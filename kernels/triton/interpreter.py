@@ -58,7 +58,7 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 
 
 def _is_bfloat16(x: Any) -> bool:
-    return bool(x.dtype.scalar == tl.bfloat16)
+    return bool(x.dtype.scalar.name == tl.bfloat16.name)
 
 
 def _compute_bfloat16() -> None:
