@@ -124,13 +124,14 @@ def save(asked, record):
 
 def page(data):
     """The table of a record."""
-    last = f"loss after {len(data['one']['losses'])} steps"
+    steps = min(len(data[who]["losses"]) for who in HALVES)
+    last = f"loss after {steps} steps"
     lines = [f"| 340M, {data['tokens']:,} tokens | tokens/s | step ms | peak MiB a GPU | {last} |", "|---" * 5 + "|"]
     for who, title in (("one", "one GPU"), ("ranks", f"{data['ranks_count']} GPUs, tokens and parameters divided")):
         row = data[who]
         memory = "–" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}"
         speed = data["tokens"] / row["ms"] * 1e3
-        lines.append(f"| {title} | {speed:,.0f} | {row['ms']:,.0f} | {memory} | {row['losses'][-1]:.4f} |")
+        lines.append(f"| {title} | {speed:,.0f} | {row['ms']:,.0f} | {memory} | {row['losses'][steps - 1]:.4f} |")
     return "\n".join(
         [*lines, "", f"Losses of a step are at most {data['apart']:.2%} apart; strong efficiency {data['strong']:.0%}. "
          f"{data['device']}, torch {data['torch']}, commit {data['commit']}."]

@@ -3,6 +3,7 @@
 HEAD = [
     "layer or part", "ours or whose", "ms", "peak MiB", "floor ms", "ms ÷ floor", "matrix products ms", "recurrence ms"
 ]  # fmt: skip
+FIRST = "1"  # the run whose rows do not name it
 
 
 def pair(r, name):
@@ -22,8 +23,9 @@ def page(data):
     for r in data["rows"]:
         if "forward" not in r:
             continue
+        run = "" if r["run"] == FIRST else f" (run {r['run']})"
         lines.append([
-            r["row"], r["who"], pair(r, ""), f"{r['peak']:.0f}", pair(r, "floor"), ratio(r),
+            r["row"], r["who"] + run, pair(r, ""), f"{r['peak']:.0f}", pair(r, "floor"), ratio(r),
             pair(r, "products"), pair(r, "recurrence"),
         ])  # fmt: skip
     about = [
