@@ -6,11 +6,11 @@ torchrun --nproc-per-node 2 benchmarks/hybrid.py --half ranks --json /tmp/ranks.
 python benchmarks/hybrid.py --join /tmp/ranks.json /tmp/one.json --json benchmarks/results/hybrid.json
 python benchmarks/hybrid.py --page benchmarks/results/hybrid.json --into docs/parallel.md
 
-Three Gated DeltaNet layers for each softmax layer, 340M parameters, one sequence of --tokens a step, AdamW, bfloat16
-autocast over float32 weights, activations of a block computed again in the backward pass. The same start and the same
-tokens: first all together, then every rank alone on whole sequences (each process is one GPU). Losses of every step,
-tokens a second (median step, the first two left out), peak memory. tokens: random words of a small language in which
-each word says what may follow, so that there is something to learn.
+Three Gated DeltaNet layers for each softmax layer, 340M parameters, one sequence of --tokens a step, AdamW with a
+warm-up and clipped gradients, bfloat16 autocast over float32 weights, activations of a block computed again in the
+backward pass. The same start and the same tokens: first all together, then every rank alone on whole sequences (each
+process is one GPU). Losses of every step, tokens a second (median step, the first two left out), peak memory. tokens:
+random words of a small language in which each word says what may follow, so that there is something to learn.
 """
 
 import argparse
@@ -34,6 +34,7 @@ MIXERS = ["gated_deltanet"] * 3 + ["softmax_attention"]
 TOKENS, STEPS = {False: 131072, True: 301}, {False: 100, True: 4}  # by --dry
 HALVES = ("ranks", "one")  # of a run, in this order
 WAYS = 4  # words that may follow a word
+CLIP = 1.0  # the largest norm of a step's gradient: without it and a warm-up, losses leap after some 30 steps
 
 
 def text(steps, tokens, device):
@@ -67,6 +68,8 @@ def trained(asked, ids, sequence, mesh):
         dsf.parallel.attach(model, sequence)
         dsf.parallel.prepare(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=0.1)
+    warm = max(1, len(ids) // 10)  # steps until the whole rate
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
     losses, times, ranks = [], [], 1 if sequence is None else sequence.ranks
     for row in ids:
         if DEVICE == "cuda":
@@ -79,7 +82,9 @@ def trained(asked, ids, sequence, mesh):
         with torch.autocast(ids.device.type, torch.bfloat16):
             loss = model(given, shift_labels=labels, num_items_in_batch=count, return_state=False).loss
         (loss * ranks).backward()  # FSDP takes the mean over ranks, and the loss is the sum
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
+        rate.step()
         optimizer.zero_grad(set_to_none=True)
         found = loss.detach().clone()
         if sequence is not None:
