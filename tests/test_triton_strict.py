@@ -160,6 +160,9 @@ OPERATIONS = {
     "greater": lambda s, x, y: s.greater_than(x, y),
     "at least": lambda s, x, y: s.greater_equal(x, y),
     "maximum": lambda s, x, y: s.maximum(x, y, tl.PropagateNan.ALL),
+    "cast": lambda s, x, y: s.cast(x, y.type.scalar),
+    "first repeated": lambda s, x, y: s.broadcast_impl_value(x, y)[0],
+    "second repeated": lambda s, x, y: s.broadcast_impl_value(x, y)[1],
     "where": lambda s, x, y: s.where(operand(tl.int1, (2, 2, 4)), x, y),
 }
 
