@@ -66,3 +66,18 @@ def test_a_hybrid_s_run_goes_on_from_its_first_half(tmp_path: Path, monkeypatch:
         assert hybrid.halves(Namespace(json=asked.json, steps=3), facts) == {}
     hybrid.save(asked, {**facts, "one": one, "ranks": one})
     assert hybrid.halves(asked, facts) == {}
+
+
+def test_halves_of_a_hybrid_s_run_are_joined_over_the_steps_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hybrid, facts = load("hybrid"), {"device": "cpu", "torch": "", "commit": "c", "tokens": 301}
+    one = {**facts, "layout": "contiguous", "ranks_count": 1, "one": {"losses": [4.0, 3.0, 9.0], "ms": 6.0}}
+    ranks = {**facts, "layout": "headtail", "ranks_count": 2, "ranks": {"losses": [4.0, 3.3], "ms": 4.0}}
+    found = hybrid.joined(ranks, one)
+    assert found["layout"] == "headtail" and found["apart"] == pytest.approx(0.3 / 3.3) and found["strong"] == 0.75
+    for half in (found["one"], found["ranks"]):
+        half["peak_mib"] = None
+    table = hybrid.page(found)
+    assert "loss after 2 steps" in table and "| 3.0000 |" in table and "| 3.3000 |" in table
+    with pytest.raises(SystemExit, match="commit"):
+        hybrid.joined({**ranks, "commit": "d"}, one)
