@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 
-EARLIER = 1024  # fewest earlier keys on a GPU: below, a second launch costs more than a faster kernel gains
+# On a GPU: cuDNN has no backward pass for single queries, and for few tokens a second launch costs what it gains.
+FEWEST, EARLIER = 64, 1024  # tokens, earlier keys
 
 
 class _Part(NamedTuple):
@@ -36,7 +37,8 @@ def fits(a: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if a.device.type == "cpu":
         return True
-    return places - tokens >= EARLIER and a.dtype.itemsize == 2 and width % 8 == 0 and width <= 128 and _has_cudnn(a)
+    enough = tokens >= FEWEST and places - tokens >= EARLIER
+    return enough and a.dtype.itemsize == 2 and width % 8 == 0 and width <= 128 and _has_cudnn(a)
 
 
 def _has_cudnn(a: Tensor) -> bool:

@@ -59,7 +59,7 @@ def test_the_last_tokens_attend_to_all(tokens, before, heads, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("tokens", "before", "n"), [(1, 1024, 64), (333, 1500, 64), (1024, 3072, 128), (777, 1031, 24)]
+    ("tokens", "before", "n"), [(64, 1024, 64), (333, 1500, 64), (1024, 3072, 128), (777, 1031, 24)]
 )
 def test_the_last_tokens_attend_to_all_on_a_gpu(tokens, before, n, dtype):
     leaves, dy = drawn(tokens, tokens + before, 2, dtype, "cuda", n)
