@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import garbage
 import hypothesis
 import pytest
 import torch
@@ -27,6 +28,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "lo
 
 if not torch.cuda.is_available():  # torch's own keeps a traceback for each kind of device, for later: 0.4 ms and more
     torch.manual_seed = torch.default_generator.manual_seed
+
+
+def pytest_collection_finish() -> None:
+    """All modules are imported."""
+    garbage.seldom()
 
 
 class _TorchRandom:

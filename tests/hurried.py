@@ -8,8 +8,6 @@ those of the interpreter as it is.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from inspect import ismodule
 from typing import Any
 
 import numpy as np
@@ -66,12 +64,14 @@ def _swap(owner: Any, name: str, new: Any) -> None:
 
 
 def _wrap_once() -> None:
-    """A launch wraps triton.language once, not at every call of a function, and no wrapper has another inside."""
+    """A launch wraps triton.language once, not at every call of a function, and no wrapper has another inside. Later
+    launches take the wrappers of the first."""
     patch, kind, guard = getattr(*private.PATCH), getattr(*private.NUMPY_TYPE), tl.load.__code__
     operators = {name: _operator(method, False) for name, method in OPERATORS.items()}
     operators |= {name: _operator(method, True) for name, method in TURNED.items()}
     operators["__getitem__"] = _indexed(tl.tensor.__getitem__)
     wrapped: set[str] = set()
+    found: dict[frozenset[str], Any] = {}
     kinds: dict[str, Any] = {}
 
     def kind_of(dtype: Any) -> Any:
@@ -80,18 +80,19 @@ def _wrap_once() -> None:
             kinds[name] = kind(dtype)
         return kinds[name]
 
-    @cache
-    def languages(fn: Callable[..., Any]) -> set[str]:
-        return {x.__name__ for x in fn.__globals__.values() if ismodule(x) and x in (tl, tl.core)}
-
     def once(fn: Callable[..., Any]) -> Any:
-        if languages(fn) <= wrapped:
-            return private.Scope()
-        scope = patch(fn)
+        scope, used = private.Scope(), private.languages(fn)
+        if used <= wrapped:
+            return scope
+        if used in found:
+            scope.again(found[used])
+        else:
+            scope = patch(fn)
+            found[used] = private.changed(scope)
         if not wrapped:  # the kernel's own
             restore = scope.restore
             scope.restore = lambda: (restore(), wrapped.clear())
-        wrapped.update(languages(fn))
+        wrapped.update(used)
         return scope
 
     def attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:

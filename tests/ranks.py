@@ -1,6 +1,6 @@
 """Worlds of processes for tests: forked on gloo, one function on every rank, a time limit that ends a hang.
 
-They are forked from a server process that has imported torch and done nothing else: none has to import it again.
+They are forked from a server process that has imported what they need and done nothing else.
 """
 
 import multiprocessing
@@ -9,16 +9,25 @@ import pickle
 import tempfile
 import time
 from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
 
+import garbage
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What the server imports. It finds modules of this folder by PYTHONPATH alone.
+PRELOADED = [
+    "ranks_work", "ranks_heads", "ranks_handed", "ranks_refused", "dsf.parallel.checkpoint", "dsf.analysis.trainer",
+    "torch.distributed.device_mesh", "torch._dynamo", "torch._inductor.compile_fx",
+]  # fmt: skip
 LIMIT = 120.0  # seconds; half of it for one collective, while other ranks may be compiling
 
 
 def _enter(rank, world, work, folder, alone):
     torch.set_num_threads(1)
+    garbage.seldom()
     store = f"file://{folder}/store"
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT / 2)
@@ -32,6 +41,21 @@ def _enter(rank, world, work, folder, alone):
     dist.destroy_process_group()
 
 
+def _serve():
+    """Start the server, unless it runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+
+
 def spawned(world, work, limit=LIMIT, alone=False):
     """What `work()` returns on every rank, in the order of the ranks; a rank that raises or hangs fails the caller.
 
@@ -39,9 +63,7 @@ def spawned(world, work, limit=LIMIT, alone=False):
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["ranks_work", "torch.distributed.device_mesh", "torch._dynamo"]
-        )
+        _serve()
         context = mp.start_processes(
             _enter, (world, work, folder, alone), nprocs=world, join=False, start_method="forkserver"
         )

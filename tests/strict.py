@@ -57,7 +57,7 @@ def _tf32(x: np.ndarray) -> np.ndarray:
 
 def install() -> None:
     """Make the interpreter of this process strict, for good."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import a compiler
     torch.utils.deterministic.fill_uninitialized_memory = True
     memory = Memory()
     enter, load, store = (getattr(*x) for x in (private.ARGUMENTS, private.LOAD, private.STORE))

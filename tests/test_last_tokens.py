@@ -83,12 +83,12 @@ def test_one_part_may_outweigh_the_other(heavy, device, dtype, size):
 
 
 def test_no_mask_is_stored():
-    """A mask of 1,024 queries and 2^16 keys has 2^26 places; keys and values have half as many bytes."""
-    leaves, _ = drawn(1024, 1 << 16, 4, torch.float32, n=8)
+    """A mask of 1,024 queries and 2^13 keys has 2^23 places; keys and values are a quarter of that."""
+    leaves, _ = drawn(1024, 1 << 13, 2, torch.float32, n=8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         fused(*leaves, None).sum().backward()
-    most = max(event.self_cpu_memory_usage for event in profile.key_averages())
-    assert 0 < most < 1 << 26
+    most = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 0 < most < 1 << 23
 
 
 def test_a_second_derivative_is_refused():

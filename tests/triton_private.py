@@ -3,6 +3,9 @@
 A release of Triton that names one otherwise fails here. Pairs are an owner and the name of what tests put in its place.
 """
 
+from collections.abc import Callable
+from functools import cache
+from inspect import ismodule
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,6 @@ __all__ = ["active_mode"]
 Place = tuple[Any, str]
 
 Handle, Builder, Semantic = interpreter.TensorHandle, interpreter.InterpreterBuilder, TritonSemantic
-Scope = interpreter._LangPatchScope
 TF32 = interpreter._ir.INPUT_PRECISION.TF32
 
 # Of a launch.
@@ -40,6 +42,26 @@ NUMPY_TYPE: Place = (interpreter, "_get_np_dtype")
 UNWRAP: Place = (core, "_unwrap_if_constexpr")
 CONVERT: Place = (Semantic, "binary_op_type_checking_impl")
 SPREAD: Place = (Semantic, "broadcast_impl_value")
+
+
+class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
+    """What a launch puts in the place of triton.language's functions, until it ends."""
+
+    def again(self, changes: list[tuple[Any, str, Any]]) -> None:
+        """The changes of another scope, as `changed` of it gave them."""
+        for owner, name, new in changes:
+            self.set_attr(owner, name, new)
+
+
+def changed(scope: Any) -> list[tuple[Any, str, Any]]:
+    """(Owner, name, what now stands there) of all that a scope changed."""
+    return [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+
+
+@cache
+def languages(fn: Callable[..., Any]) -> frozenset[str]:
+    """The modules of triton.language that a kernel's code names."""
+    return frozenset(x.__name__ for x in fn.__globals__.values() if ismodule(x) and x in (tl, tl.core))
 
 
 def asked_of(kernel: Any, *args: Any) -> list[Any]:
