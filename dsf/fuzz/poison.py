@@ -18,17 +18,13 @@ def poisoned() -> Iterator[None]:
     Warnings about operators without such an algorithm are suppressed. Freed memory is filled when it is reused.
     """
     filling: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        filling.fill_uninitialized_memory,
-    )
+    before = torch.get_deterministic_debug_mode(), filling.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic.*")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import a compiler: seconds
         filling.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            filling.fill_uninitialized_memory = before[2]
+            torch.set_deterministic_debug_mode(before[0])
+            filling.fill_uninitialized_memory = before[1]

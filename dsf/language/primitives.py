@@ -6,6 +6,7 @@ the sum over axes an operand does not have); `log(node)` rewrites log(node) with
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,6 +175,10 @@ class _Sloped(torch.autograd.Function):
     def jvp(ctx: Any, *along: Any) -> Tensor:
         found: Tensor = along[0] * ctx.slope(*ctx.saved_tensors)
         return found
+
+
+# Torch asks for it at every call, and would look through the source each time: 8 of 20 µs.
+setattr(_Sloped.forward, "__signature__", inspect.signature(_Sloped.forward))  # noqa: B010
 
 
 def _sigmoid(x: Tensor) -> Tensor:
