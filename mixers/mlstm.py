@@ -38,7 +38,7 @@ def mlstm(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
 
 
 class Blocks(Owner):
-    """A linear map of consecutive blocks of channels, without bias. weight: [blocks, width, width]."""
+    """A linear map of consecutive blocks of channels, without bias. weight: [blocks, width, width], outputs first."""
 
     weight: Tensor
 
@@ -46,10 +46,29 @@ class Blocks(Owner):
         super().__init__()
         self.own("weight", partial(normal, std=(2 / (5 * width)) ** 0.5), blocks, width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, T, blocks · width] -> the same shape."""
-        parts = x.unflatten(-1, (self.weight.shape[0], -1))
-        return torch.einsum("btgi,goi->btgo", parts, self.weight).flatten(2)
+    def whole(self, heads: int) -> Tensor:
+        """The map of a head's channels as one matrix, zeros between blocks: [H, P, P], inputs first."""
+        each = self.weight.unflatten(0, (heads, -1)).permute(0, 3, 2, 1)  # [H, inputs, outputs, blocks]
+        return torch.diag_embed(each, dim1=1, dim2=3).flatten(3).flatten(1, 2)
+
+    def before(self, weight: Tensor) -> Tensor:
+        """The weight [out, channels] of the map that applies this one first and then one of that weight."""
+        rows = weight.unflatten(1, (len(self.weight), -1))
+        return torch.einsum("ogj,gji->ogi", rows, self.weight).flatten(1)
+
+
+def mapped(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
+    """What each of the maps makes of x [B, T, H · P]: [B, T, H, P].
+
+    On a GPU as matrix products of whole heads, which read x once: memory is what such maps cost there, and blocks are
+    too narrow for its matrix units.
+    """
+    if not x.is_cuda or x.shape[1] == 1:
+        parts = [torch.einsum("btgi,goi->btgo", x.unflatten(-1, m.weight.shape[:2]), m.weight) for m in maps]
+        return [part.flatten(2).unflatten(-1, (heads, -1)) for part in parts]
+    rows = x.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1)  # [H, B T, P]
+    y = rows @ torch.cat([m.whole(heads) for m in maps], dim=2).to(x.dtype)
+    return list(y.transpose(0, 1).unflatten(0, x.shape[:2]).chunk(len(maps), dim=-1))
 
 
 class Gates(Owner):
@@ -63,9 +82,15 @@ class Gates(Owner):
         self.own("weight", torch.zeros, 2 * n_heads, d_in)
         self.own("bias", _gate_bias, 2 * n_heads, kind="vector")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, T, d_in] -> [B, T, 2 · n_heads], input gates first."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, u: Tensor, raw: Tensor, q: Blocks, k: Blocks, v: Blocks) -> Tensor:
+        """Of q and k, which the maps of these names make of u [B, T, d_in / 3], and of v, which its map makes of raw.
+
+        Returns [B, T, 2 · n_heads], input gates first. Computed from u and raw, with weights that the maps are
+        multiplied into, so that q, k and v are not read again, all in a row.
+        """
+        of_q, of_k, of_v = self.weight.chunk(3, dim=1)
+        seen = F.linear(u.flatten(0, 1), q.before(of_q) + k.before(of_k), self.bias)
+        return torch.addmm(seen, raw.flatten(0, 1), v.before(of_v).mT).unflatten(0, u.shape[:2])
 
 
 def _gate_bias(size: int) -> Tensor:
@@ -136,9 +161,10 @@ class MLSTM(Mixer):
         return u, (u, *z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        q, k, v = self.q_proj(u), self.k_proj(u), self.v_proj(side[0])
-        i, f = self.gates(torch.cat([q, k, v], -1)).chunk(2, -1)
-        q, k, v = (x.unflatten(-1, (self.dims[0], -1)) for x in (q, k, v))
+        heads, raw = self.dims[0], side[0]
+        q, k = mapped(u, heads, self.q_proj, self.k_proj)
+        (v,) = mapped(raw, heads, self.v_proj)
+        i, f = self.gates(u, raw, self.q_proj, self.k_proj, self.v_proj).chunk(2, -1)
         return {"q": q, "k": k, "v": v, "i": i, "f": f}
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
