@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 import triton_private as private
+from hurried_memory import loaded
 
 PLAIN = {int, float, bool, str, type(None), tl.tensor}
 # Operations of two operands, which numpy does where both have the type of the computation.
@@ -35,8 +36,7 @@ _swapped: list[tuple[Any, str, Any, Any]] = []
 
 def install() -> None:
     """Hurry the interpreter of this process, for good."""
-    # Sums of int32 are not computed in int64, too: tests are too small to leave int32, and those of tensors that are
-    # not (tests/test_gpu_large.py) run compiled.
+    # Sums of int32 are not computed in int64, too: only tensors of tests/test_gpu_large.py leave int32.
     _swap(*private.OPTIONS, replace(getattr(*private.OPTIONS), sanitize_overflow=False))
     _wrap_once()
     _unwrap_at_once()
@@ -71,7 +71,7 @@ def _wrap_once() -> None:
     operators |= {name: _operator(method, True) for name, method in TURNED.items()}
     operators["__getitem__"] = _indexed(tl.tensor.__getitem__)
     wrapped: set[str] = set()
-    found: dict[frozenset[str], Any] = {}
+    found, nothing = dict[frozenset[str], Any](), private.Scope()
     kinds: dict[str, Any] = {}
 
     def kind_of(dtype: Any) -> Any:
@@ -81,10 +81,11 @@ def _wrap_once() -> None:
         return kinds[name]
 
     def once(fn: Callable[..., Any]) -> Any:
-        scope, used = private.Scope(), private.languages(fn)
+        used = private.languages(fn)
         if used <= wrapped:
-            return scope
+            return nothing
         if used in found:
+            scope = private.Scope()
             scope.again(found[used])
         else:
             scope = patch(fn)
@@ -222,6 +223,7 @@ def _repeat_operations() -> None:
     _swap(private.Semantic, "cast", _cast(private.Semantic.cast))
     _swap(private.Semantic, "where", _chosen(private.Semantic.where))
     _swap(private.Semantic, "full", _filled(private.Semantic.full))
+    _swap(private.Semantic, "load", loaded(private.Semantic.load, _block))
 
 
 def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,12 +30,14 @@ class Memory:
 
     def check(self, pointers: Any, mask: Any, what: str) -> None:
         """Raise IndexError for an address outside of them."""
-        places = pointers.data if mask.data.all() else pointers.data[mask.data.astype(bool)]
+        every = np.logical_and.reduce(mask.data, axis=None)
+        places = pointers.data if every else pointers.data[mask.data.astype(bool)]
         if not places.size:
             return
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8 or 1)
-        at = int(np.searchsorted(self.first, places.min(), side="right")) - 1
-        if at >= 0 and places.max() + size <= self.last[at]:
+        lowest, highest = np.minimum.reduce(places, axis=None), np.maximum.reduce(places, axis=None)
+        at = int(self.first.searchsorted(lowest, side="right")) - 1
+        if at >= 0 and highest + size <= self.last[at]:
             return
         at = np.searchsorted(self.first, places, side="right") - 1
         wrong = (at < 0) | (places + size > self.last[np.maximum(at, 0)])

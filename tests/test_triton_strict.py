@@ -247,3 +247,36 @@ def test_a_hurried_interpreter_computes_the_same_bits_of_kernels(name: str) -> N
         expected = found()
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(found(), expected, strict=True))
+
+
+@triton.jit
+def load_all_ways(x, out, first, REST: tl.constexpr):
+    """Blocks and numbers, without a mask, with one of the block's shape, of rows, of one place and of a number."""
+    rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, 8)[None, :]
+    at = rows * 8 + columns
+    many = (at % 3 == 0) & (at > first)
+    tl.store(out + at, tl.load(x + at))
+    tl.store(out + 32 + at, tl.load(x + at, mask=many, other=REST))
+    tl.store(out + 64 + at, tl.load(x + at, mask=many))
+    tl.store(out + 96 + at, tl.load(x + at, mask=rows < 2, other=REST))
+    tl.store(out + 128 + at, tl.load(x + at, mask=first < 2, other=REST))
+    tl.store(out + 160 + at, tl.load(x + rows * 8, mask=many, other=REST))  # wider than the pointers
+    tl.store(out + 192 + at, tl.load(x + at, mask=many, other=rows.to(x.dtype.element_ty)))
+    tl.store(out + 224 + at, tl.load(x + first) + tl.load(x + first, mask=first > 5, other=REST))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool])
+def test_a_hurried_interpreter_loads_the_same_bits(dtype: torch.dtype) -> None:
+    x = (torch.randn(64) * 5).to(dtype)
+
+    def found(first: int, rest: float) -> torch.Tensor:
+        out = torch.zeros(256, dtype=dtype)
+        load_all_ways[(1,)](x, out, first, REST=rest)
+        return out
+
+    cases = [(1, 0.0), (2, 1.0), (7, 0.0), (1, 1.0)] + [(3, 2.5), (3, float("nan"))] * dtype.is_floating_point
+    with hurried.as_it_is():
+        expected = [found(*case).view(torch.uint8) for case in cases]
+    for _ in range(2):
+        assert all(torch.equal(found(*c).view(torch.uint8), y) for c, y in zip(cases, expected, strict=True))
+    assert len({tuple(y.tolist()) for y in expected}) >= 3

@@ -1,0 +1,62 @@
+"""Loads in Triton's interpreter without what it finds out over and over (tests/hurried.py)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton_private as private
+
+
+def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[..., Any]:
+    """`load` of a block of pointers, masked or not, the rest a number. block: (numbers, dtype, type) -> a tensor."""
+    known: dict[Any, Any] = {}
+    tensor = tl.tensor
+
+    def handle_of(data: np.ndarray, dtype: Any) -> Any:
+        data.flags.writeable = False
+        return private.Handle(data, dtype)
+
+    def way_of(ptr: Any, mask: Any, other: Any, found: Any) -> Any:
+        """(What is loaded where nothing is masked, a mask of that shape or what becomes of the mask, dtype, type)."""
+        shape, dtype = found.handle.data.shape, found.handle.dtype
+        if ptr.handle.data.shape != shape or ptr.type.scalar.element_ty == tl.int1 or not found.type.is_block():
+            return None
+        rest = np.zeros(shape, found.handle.data.dtype)
+        if other is not None:
+            number = private.semantic().cast(other, dtype).handle.data
+            rest = np.full(shape, number.reshape(-1)[0], found.handle.data.dtype)
+        every = np.ones(shape, bool)
+        same = mask is None or mask.handle.data.shape == shape
+        return handle_of(rest, dtype), handle_of(every, tl.int1), same, dtype, found.type
+
+    def quickly(self: Any, ptr: Any, mask: Any, other: Any, *more: Any) -> Any:
+        boundary, padding, *how = more
+        plain = type(ptr) is tensor and not boundary and not padding
+        if mask is not None:
+            plain = plain and type(mask) is tensor and mask.handle.data.dtype == bool
+        if other is not None:
+            plain = plain and mask is not None and type(other) is tensor and other.handle.data.size == 1
+        if not plain:
+            return load(self, ptr, mask, other, *more)
+        key = (
+            ptr.type.name, None if mask is None else mask.type.name,
+            None if other is None else (other.type.name, other.handle.data.tobytes()),
+        )  # fmt: skip
+        way = known.get(key, known)
+        if way is known:
+            found = load(self, ptr, mask, other, *more)
+            known[key] = way_of(ptr, mask, other, found)
+            return found
+        if way is None:
+            return load(self, ptr, mask, other, *more)
+        rest, every, same, dtype, kind = way
+        if mask is None:
+            chosen = every
+        elif same:
+            chosen = mask.handle
+        else:
+            chosen = private.Handle(mask.handle.data & every.data, tl.int1)
+        return block(self.builder.create_masked_load(ptr.handle, chosen, rest, *how).data, dtype, kind)
+
+    return quickly
