@@ -43,7 +43,13 @@ def fits(a: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _has_cudnn(a: Tensor) -> bool:
     """Whether torch's cuDNN attention runs here: a CUDA GPU from Hopper on, and no graph that is being traced."""
-    return type(a) is Tensor and a.is_cuda and torch.version.cuda is not None and _supported(a.device)
+    return type(a) is Tensor and a.is_cuda and torch.version.cuda is not None and _wanted() and _supported(a.device)
+
+
+def _wanted() -> bool:
+    """Torch's own rule: cuDNN's attention is not switched off, and gradients need not be the same bits every time."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.backends.cuda.cudnn_sdp_enabled() and not strict
 
 
 @functools.cache

@@ -104,3 +104,18 @@ def test_other_operands_run_on_torch_s_public_attention():
     assert not last_tokens.fits(a[:, :, :0], k, k)
     expected = softmax_matrix(a, k, None) @ v
     torch.testing.assert_close(fused(a, k, v, None), expected)
+
+
+def test_what_torch_is_told_of_its_kernels_is_heeded():
+    assert last_tokens._wanted()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        assert not last_tokens._wanted()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.set_deterministic_debug_mode("error")
+        assert not last_tokens._wanted()
+        torch.set_deterministic_debug_mode("warn")
+        assert last_tokens._wanted()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.set_deterministic_debug_mode("default")
