@@ -149,18 +149,9 @@ def _in_turn(jobs: list[Job], report: Report | None) -> list[Result]:
     return [_measure(job, report) for job in jobs]
 
 
-def _context() -> Any:
-    """Processes forked from one that has imported all they need; where there is no such thing, ones that begin anew."""
-    if "forkserver" not in mp.get_all_start_methods():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which torch's optimizers import
-    return context
-
-
 def _together(jobs: list[Job], workers: int, report: Report | None) -> list[Result]:
     """Run the jobs in several processes; results are in the order of jobs, progress comes through a queue."""
-    context = _context()
+    context = mp.get_context("spawn")
     news: Any = context.Queue()
     with ProcessPoolExecutor(workers, context, initializer=_worker, initargs=(news,)) as pool:
         others = mp.active_children()
