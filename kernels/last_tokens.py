@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 
+PAIRS = 1 << 20  # on a CPU, fewest queries times keys: for fewer, a mask is as fast or faster
 # On a GPU: cuDNN has no backward pass for single queries, and for few tokens a second launch costs what it gains.
 FEWEST, EARLIER = 64, 1024  # tokens, earlier keys
 
@@ -36,7 +37,7 @@ def fits(a: Tensor, k: Tensor, v: Tensor) -> bool:
     if not 0 < tokens < places or width != v.shape[3] or not a.numel():
         return False
     if a.device.type == "cpu":
-        return True
+        return tokens * places >= PAIRS
     enough = tokens >= FEWEST and places - tokens >= EARLIER
     return enough and a.dtype.itemsize == 2 and width % 8 == 0 and width <= 128 and _has_cudnn(a)
 
@@ -54,14 +55,12 @@ def _wanted() -> bool:
 
 @functools.cache
 def _supported(device: torch.device) -> bool:
-    if torch.cuda.get_device_capability(device) < (9, 0) or not hasattr(
-        torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward"
-    ):
+    known = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward")
+    if not known or torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    from torch.backends import cuda
-
     x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
-    return bool(cuda.can_use_cudnn_attention(cuda.SDPAParams(x, x, x, None, 0.0, False, False), False))
+    given = torch.backends.cuda.SDPAParams(x, x, x, None, 0.0, False, False)
+    return torch.backends.cuda.can_use_cudnn_attention(given)
 
 
 def attend(a: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -11,6 +11,12 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 WIDE = [(torch.float32, 8.0), (torch.bfloat16, 1.5)]  # by how much scores differ: by some thousand, by 86
 
 
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """In two parts, however few the tokens."""
+    monkeypatch.setattr(last_tokens, "PAIRS", 0)
+
+
 def drawn(tokens, places, heads, dtype, device="cpu", n=16):
     """a, k, v of which the keys and values have fewer heads, and dy."""
     sizes = (4, tokens), (heads, places), (heads, places)
@@ -89,6 +95,27 @@ def test_no_mask_is_stored():
         fused(*leaves, None).sum().backward()
     most = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < most < 1 << 23
+
+
+def test_keys_may_be_values():
+    (a, k, _), dy = drawn(33, 150, 4, torch.float64)
+    exact = softmax_matrix(0.3 * a, k, None) @ k
+    found = fused(a, k, k, None, 0.3)
+    for one, other in zip(*(torch.autograd.grad(y, (a, k), dy) for y in (found, exact)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_graph_holds_both_parts():
+    leaves, dy = drawn(33, 150, 4, torch.float32)
+    compiled = torch.compile(lambda *x: fused(*x, None), fullgraph=True, backend="aot_eager")
+    for one, other in zip(ran(compiled, leaves, dy), ran(lambda *x: fused(*x, None), leaves, dy), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_few_tokens_on_a_cpu_take_a_mask(monkeypatch):
+    monkeypatch.undo()
+    a, k = torch.randn(1, 1, 1024, 8), torch.randn(1, 1, 2048, 8)
+    assert last_tokens.fits(a, k, k) and not last_tokens.fits(a[:, :, :100], k, k)
 
 
 def test_a_second_derivative_is_refused():

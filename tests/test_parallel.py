@@ -12,6 +12,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
+from dsf.kernels import last_tokens
 from dsf.kernels.affine import Frame, composed, entered
 from dsf.mixers._module import Span
 from dsf.parallel import Link, Sequence, Simulated, attach
@@ -453,9 +454,12 @@ def test_later_calls_of_recurrences_are_remembered(recurrence, reverse, monkeypa
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "headtail"])
-def test_later_calls_of_attention_are_remembered(layout, monkeypatch):
+@pytest.mark.parametrize("pairs", [0, last_tokens.PAIRS], ids=["two parts", "mask"])
+def test_later_calls_of_attention_are_remembered(layout, pairs, monkeypatch):
     """By shapes, boundaries, gradients and whether the cache is wanted; one tensor may be several inputs."""
     from dsf.parallel import softmax as over_ranks
+
+    monkeypatch.setattr(last_tokens, "PAIRS", pairs)
 
     world, softmax = Simulated(2, layout), mixers.softmax_attention
     q, k, v = torch.randn(3, 1, 24, 2, 4, dtype=torch.float64)
