@@ -60,12 +60,21 @@ class Blocks(Owner):
 def mapped(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
     """What each of the maps makes of x [B, T, H · P]: [B, T, H, P].
 
-    On a GPU as matrix products of whole heads, which read x once: memory is what such maps cost there, and blocks are
-    too narrow for its matrix units.
+    On a GPU as matrix products of whole heads, which read x once, since blocks are too narrow for its matrix units;
+    not where blocks reach from one head into the next.
     """
-    if not x.is_cuda or x.shape[1] == 1:
-        parts = [torch.einsum("btgi,goi->btgo", x.unflatten(-1, m.weight.shape[:2]), m.weight) for m in maps]
-        return [part.flatten(2).unflatten(-1, (heads, -1)) for part in parts]
+    whole = x.is_cuda and x.shape[1] > 1 and len(maps[0].weight) % heads == 0
+    return by_head(x, heads, *maps) if whole else by_block(x, heads, *maps)
+
+
+def by_block(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
+    """`mapped` by products of the blocks."""
+    parts = [torch.einsum("btgi,goi->btgo", x.unflatten(-1, m.weight.shape[:2]), m.weight) for m in maps]
+    return [part.flatten(2).unflatten(-1, (heads, -1)) for part in parts]
+
+
+def by_head(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
+    """`mapped` by products of whole heads, whose matrices have zeros between blocks."""
     rows = x.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1)  # [H, B T, P]
     y = rows @ torch.cat([m.whole(heads) for m in maps], dim=2).to(x.dtype)
     return list(y.transpose(0, 1).unflatten(0, x.shape[:2]).chunk(len(maps), dim=-1))
@@ -86,7 +95,7 @@ class Gates(Owner):
         """Of q and k, which the maps of these names make of u [B, T, d_in / 3], and of v, which its map makes of raw.
 
         Returns [B, T, 2 · n_heads], input gates first. Computed from u and raw, with weights that the maps are
-        multiplied into, so that q, k and v are not read again, all in a row.
+        multiplied into: q, k and v are not copied side by side and read again.
         """
         of_q, of_k, of_v = self.weight.chunk(3, dim=1)
         seen = F.linear(u.flatten(0, 1), q.before(of_q) + k.before(of_k), self.bias)

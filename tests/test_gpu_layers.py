@@ -37,6 +37,20 @@ def test_a_layer_s_gradients_are_the_definition_s(name, tokens):
             assert error < 1e-4, (n, error)
 
 
+@pytest.mark.parametrize("width", [64, 6], ids=["blocks within heads", "blocks across heads"])
+def test_mlstm_s_maps_are_the_definition_s(width):
+    torch.manual_seed(0)
+    layer = mixers.MLSTM(width, n_heads=4).double()
+    with torch.no_grad():
+        layer.gates.weight.normal_(std=0.1)
+    x, dy = torch.randn(2, 2, 37, width, dtype=torch.float64)
+    exact = outcome(layer, x.requires_grad_(), dy)
+    found = outcome(layer.float().cuda(), x.detach().float().cuda().requires_grad_(), dy.float().cuda())
+    assert found.keys() == exact.keys()
+    for n, b in exact.items():
+        assert (found[n].double().cpu() - b).norm() <= 1e-4 * b.norm().clamp(min=1e-6), n
+
+
 def test_training_keeps_less_where_the_projection_is_plain():
     layer = mixers.DeltaNet(128).cuda()
     x = torch.randn(2, 256, 128, device="cuda")

@@ -1,5 +1,6 @@
 """The papers' layers written again as plain loops over tokens and heads, on a layer's own weights."""
 
+import importlib
 import math
 
 import pytest
@@ -194,7 +195,11 @@ def test_forgetting_attention_layer_is_its_pro_block():
     same(m, x, m.o_proj(torch.cat(out, -1) * sigmoid(m.g_proj(x))))
 
 
-def test_mlstm_layer():
+@pytest.mark.parametrize("way", ["by_block", "by_head"])
+def test_mlstm_layer(way, monkeypatch):
+    """Its maps as on a CPU, and as on a GPU."""
+    module = importlib.import_module("dsf.mixers.mlstm")
+    monkeypatch.setattr(module, "by_block", getattr(module, way))
     m, x = moved(mixers.MLSTM(C, H, d_conv=3)), torch.randn(T, C)
     u, z = m.up_proj(x).chunk(2, -1)
     taps = F.pad(u.T, (2, 0)).unfold(1, 3, 1)  # [C, T, 3]
@@ -349,6 +354,25 @@ def test_rwkv_starts_follow_the_depth_as_in_the_released_code():
     torch.testing.assert_close(first.time_decay.detach(), -5 + 8 * (n / 63) ** 0.7)
     torch.testing.assert_close(last.time_mix_v.detach(), (n / 64) ** 0.25 + 0.3)
     torch.testing.assert_close(first.time_first.detach()[:3], math.log(0.3) + torch.tensor([0.0, 0.5, -0.5]))
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_maps_by_blocks_and_by_heads_are_the_same(tokens):
+    module = importlib.import_module("dsf.mixers.mlstm")
+    maps, x = [moved(module.Blocks(6, 4)) for _ in range(2)], torch.randn(3, tokens, 24, requires_grad=True)
+    leaves, dy = [x, *(m.weight for m in maps)], torch.randn(2, 3, tokens, 3, 8)
+
+    def ran(way):
+        y = torch.stack(way(x, 3, *maps))
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    for one, other in zip(ran(module.by_head), ran(module.by_block), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_of_mlstm_may_reach_into_the_next_head():
+    layer = moved(mixers.MLSTM(6, n_heads=4))  # 3 blocks of 4 channels, heads of 3
+    assert len(layer.q_proj.weight) == 3 and layer(torch.randn(2, 5, 6))[0].shape == (2, 5, 6)
 
 
 def test_forget_gates_of_mlstm_start_between_their_bounds():
