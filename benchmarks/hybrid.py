@@ -35,7 +35,7 @@ MIXERS = ["gated_deltanet"] * 3 + ["softmax_attention"]
 TOKENS, STEPS = {False: 131072, True: 301}, {False: 100, True: 4}  # by --dry
 HALVES = ("ranks", "one")  # of a run, in this order
 WAYS = 4  # words that may follow a word
-CLIP = 1.0  # the largest norm of a step's gradient: without it and a warm-up, losses leap after some 30 steps
+CLIP = 1.0  # the largest norm of a step's gradient
 
 
 def text(steps, tokens, device):

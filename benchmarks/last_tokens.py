@@ -6,7 +6,7 @@ python benchmarks/last_tokens.py --dry --json /tmp/last_tokens.json             
 
 Every row: milliseconds forward and with backward of the last T of S tokens, bfloat16, one sequence (median of single
 calls), ours and torch's; errors of y and of the queries' gradient, of the first and the last 64 queries of a head,
-over the norm of the typical row, against float64.
+over the norm of these, against float64.
 """
 
 import argparse

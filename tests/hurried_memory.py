@@ -18,7 +18,8 @@ def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[...,
         return private.Handle(data, dtype)
 
     def way_of(ptr: Any, mask: Any, other: Any, found: Any) -> Any:
-        """(What is loaded where nothing is masked, a mask of that shape or what becomes of the mask, dtype, type)."""
+        """What loads of such operands share, or None where they are not repeated: (what stands where the mask is false,
+        a mask that is true, whether the given mask has the block's shape, dtype, type)."""
         shape, dtype = found.handle.data.shape, found.handle.dtype
         if ptr.handle.data.shape != shape or ptr.type.scalar.element_ty == tl.int1 or not found.type.is_block():
             return None

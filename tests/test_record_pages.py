@@ -68,6 +68,20 @@ def test_a_hybrid_s_run_goes_on_from_its_first_half(tmp_path: Path, monkeypatch:
     assert hybrid.halves(asked, facts) == {}
 
 
+def test_a_hybrid_s_text_is_the_same_on_every_rank_and_can_be_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hybrid = load("hybrid")
+    monkeypatch.setattr(hybrid, "VOCABULARY", 50)
+    ids = hybrid.text(3, 4000, "cpu")
+    assert ids.shape == (3, 4000) and bool((ids == hybrid.text(3, 4000, "cpu")).all())
+    counts = ids.flatten().bincount(minlength=50)
+    assert len(counts) == 50 and counts[0] > 5 * counts[25]
+    pairs = (ids[:, :-1] * 50 + ids[:, 1:]).flatten().bincount(minlength=2500).view(50, 50)
+    told = pairs.sort(1, descending=True).values[:, : hybrid.WAYS].sum() / pairs.sum()
+    free = counts.sort(descending=True).values[: hybrid.WAYS].sum() / counts.sum()
+    assert told > 0.5 and told > free + 0.1  # what follows a word says more than how often words come
+
+
 def test_halves_of_a_hybrid_s_run_are_joined_over_the_steps_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     hybrid, facts = load("hybrid"), {"device": "cpu", "torch": "", "commit": "c", "tokens": 301}
