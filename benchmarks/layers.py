@@ -1,12 +1,12 @@
 """Layers on a CUDA GPU, and the fused parts around their recurrences: checked against float64, then timed.
 
-python benchmarks/layers.py [--only check convolution norm deltanet s6] [--compile] [--json FILE]
+python benchmarks/layers.py [--only check convolution norm mixing deltanet s6] [--compile] [--json FILE]
 
-check: the convolution and norm kernels against float64 (layers_check.py). convolution, norm: alone, beside their byte
-floors at the measured copy rate and beside torch's. The others are layers of the zoo by name (all of them, unless
-named) at B = 4, T = 8192, d_model 2048, 16 heads of 128, bfloat16, eager, beside the floor of each: its matrix products
-at the measured rate and its recurrence called on the same inputs. fla's layers, where fla is on the path, with its
-autotuner cut to --candidates a kernel.
+check: their kernels against float64 (layers_check.py). convolution, norm, mixing (rotary positions and RWKV's mixtures
+of tokens): alone, beside their byte floors at the measured copy rate and beside torch's. The others are layers of the
+zoo by name (all of them, unless named) at B = 4, T = 8192, d_model 2048, 16 heads of 128, bfloat16, eager, beside the
+floor of each: its matrix products at the measured rate and its recurrence called on the same inputs. fla's layers,
+where fla is on the path, with its autotuner cut to --candidates a kernel.
 --seconds: how long a row may take. --profile: kernels of one forward and backward, by what they are, longest first.
 --tiles: other tile sizes for the convolution, each with its times.
 """
@@ -19,18 +19,21 @@ import itertools
 import json
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from gpu_compile import few_candidates, limit, tune_quickly
 from gpu_matrix import machine, median
-from layers_check import UNIT, check, draw
+from layers_check import UNIT, angles, check, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsf import mixers
 from dsf.kernels.convolution import Piece, short_convolution
+from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.kernels.rotary import rotary
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 4, 8192, 2048, 16, 128
 OWN_SIZES = ("s6", "s6_negative", "ssd", "longhorn", "longhorn_exact")  # d_state and headdim as their papers have them
@@ -137,6 +140,18 @@ def norm_row(name, copy):
     floors = (2 + with_gate) * one, (5 + 3 * with_gate) * one
     yield "ours", times_of(run, leaves, floors, copy)
     yield "torch", times_of(lambda: run("torch"), leaves, floors, copy)
+
+
+def mixing_rows(copy):
+    """Rotary positions of q and k, and six mixtures of a token and the one before."""
+    q, k, (cos, sin) = draw(BATCH, TOKENS, HEADS, HEAD), draw(BATCH, TOKENS, HEADS, HEAD), angles(TOKENS, HEAD // 2)
+    x, other, shares = draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH), [draw(WIDTH) for _ in range(6)]
+    one = x.numel() * x.element_size()
+    for backend, who in (("auto", "ours"), ("torch", "torch")):
+        turned = partial(rotary, q, k, cos, sin, 0.3, backend)
+        yield "rotary 16x128", who, times_of(turned, [q, k], (4 * one, 8 * one), copy)
+        mixed = partial(token_mixtures, x, other, shares, backend)
+        yield "6 mixtures 2048", who, times_of(mixed, [x, other, *shares], (8 * one, 18 * one), copy)
 
 
 def tile_rows(copy):
@@ -277,6 +292,8 @@ def records(name, options, run):
         return ((row, *r) for row in CONVOLUTIONS for r in convolution_row(row, copy))
     if name == "norm":
         return ((row, *r) for row in NORMS for r in norm_row(row, copy))
+    if name == "mixing":
+        return mixing_rows(copy)
     if name == "tiles":
         return tile_rows(copy)
     return ((name, *r) for r in layer_row(name, options, run))
@@ -285,7 +302,7 @@ def records(name, options, run):
 def main():
     layers = [e.name for e in mixers.ZOO if e.module]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=["check", "convolution", "norm", *layers])
+    parser.add_argument("--only", nargs="*", default=["check", "convolution", "norm", "mixing", *layers])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiles", action="store_true")

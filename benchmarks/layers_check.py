@@ -1,9 +1,11 @@
-"""The fused convolution and norm on a CUDA GPU against float64: forward and all gradients, odd lengths, packed."""
+"""The fused parts of layers on a CUDA GPU against float64: forward and all gradients, odd lengths, packed."""
 
 import torch
 
 from dsf.kernels.convolution import Piece, short_convolution
+from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import gated, gated_rms_norm
+from dsf.kernels.rotary import rotary
 
 DEVICE = "cuda"
 UNIT = (Piece(2048, 128, 128**-0.5), Piece(2048, 128), Piece(2048))
@@ -93,11 +95,52 @@ def check_norm(dtype):
         yield f"norm {shape}", error(outcome(run, leaves, dtype), outcome(exact, leaves, torch.float64), dtype)
 
 
+def angles(tokens, pairs):
+    """cos and sin [1, T, pairs] of the angles of rotary positions."""
+    rate = 10000.0 ** (-torch.arange(pairs, device=DEVICE) / pairs)
+    angle = torch.arange(tokens, device=DEVICE)[None, :, None] * rate
+    return angle.cos(), angle.sin()
+
+
+def check_rotary(dtype):
+    for batch, tokens, heads, fewer, width in (
+        (2, 513, 3, 3, 128),
+        (1, 1, 8, 2, 64),
+        (3, 77, 5, 1, 24),
+        (4, 2048, 16, 16, 128),
+    ):
+        cos, sin = angles(tokens, width // 2)
+        leaves = [draw(batch, tokens, (heads + fewer) * width + 8, dtype=dtype)]
+
+        def run(u, backend="auto", cos=cos, sin=sin, cut=heads * width, width=width):
+            q, k = u[..., :cut].unflatten(-1, (-1, width)), u[..., cut:-8].unflatten(-1, (-1, width))
+            return rotary(q, k, cos, sin, 0.3, backend)
+
+        def exact(u, run=run):
+            return run(u, backend="torch")
+
+        yield f"rotary {tokens}", error(outcome(run, leaves, dtype), outcome(exact, leaves, torch.float64), dtype)
+
+
+def check_mixture(dtype):
+    for batch, tokens, channels, count in ((2, 513, 200, 3), (1, 1, 64, 1), (4, 2048, 2048, 6)):
+        leaves = [draw(batch, tokens, channels, dtype=dtype), draw(batch, tokens + 1, channels, dtype=dtype)]
+        leaves += [draw(channels, dtype=dtype) for _ in range(count)]
+
+        def run(x, longer, *shares, backend="auto"):
+            return token_mixtures(x, longer[:, :-1], shares, backend)
+
+        def exact(*leaves, run=run):
+            return run(*leaves, backend="torch")
+
+        yield f"mixtures {tokens}", error(outcome(run, leaves, dtype), outcome(exact, leaves, torch.float64), dtype)
+
+
 def check():
     """All errors; raises AssertionError where one is too large. bfloat16: 1.5 roundings on average of any tensor."""
     worst = {}
     for dtype, allowed in ((torch.float32, 3e-5), (torch.bfloat16, 1.5)):
-        found = dict([*check_convolution(dtype), *check_norm(dtype)])
+        found = dict([*check_convolution(dtype), *check_norm(dtype), *check_rotary(dtype), *check_mixture(dtype)])
         wrong = {name: e for name, e in found.items() if not e <= allowed}
         assert not wrong, f"{dtype}: {wrong}"
         worst[str(dtype)] = max(found.values())

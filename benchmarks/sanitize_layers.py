@@ -11,7 +11,9 @@ from dsf.fuzz import Case
 from dsf.fuzz.inputs import numbers
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
+from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.rotary import rotary
 from dsf.mixers import get
 from dsf.parallel import Simulated, windows
 
@@ -29,11 +31,33 @@ def norms(x, weight, gate):
         "norm": gated_rms_norm(x, weight, **how), "norm, then gate": gated_rms_norm(x, weight, gate, **how),
         "gate, then norm of groups": gated_rms_norm(x, weight, gate, groups=2, gate_first=True, **how),
         "norm alone, wide": gated_rms_norm(x, dtype=wide, **how),
-        "gate": gated(x, gate, "sigmoid", **how), "SwiGLU": gated(x, gate, **how),
+        "gate": gated(x, gate, "sigmoid", **how), "GELU": gated(x, gate, "gelu", **how),
+        "SwiGLU": gated(x, gate, **how),
         "SwiGLU, mapped": gated(x, gate, then=x[0], **how),
         "norm, then gate, mapped": gated_rms_norm(x, weight, gate, then=x[0], **how),
         "norm of a sum": sum(added_rms_norm(x, gate, weight, **how)),
     }  # fmt: skip
+
+
+def angles(x):
+    """cos and sin of an angle a token and pair, without a gradient."""
+    angle = torch.arange(x.shape[1], device=x.device)[None, :, None] / (
+        1 + torch.arange(x.shape[-1] // 2, device=x.device)
+    )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return angle.to(wide).cos(), angle.to(wide).sin()
+
+
+def turned(q, k):
+    """Rotary positions of queries and of fewer keys."""
+    return dict(zip(("q", "k"), rotary(q, k, *angles(q), 0.5, backend(q)), strict=True))
+
+
+def mixtures(x, other, share):
+    """Mixtures of tokens, one and three at once."""
+    how = {"backend": backend(x)}
+    three = token_mixtures(x, other, [share, share * share, 0.5 * share], **how)
+    return {"one": token_mixtures(x, other, [share], **how)[0], **{f"{i} of three": y for i, y in enumerate(three)}}
 
 
 def convolutions(x, weight, bias, state):
@@ -153,6 +177,8 @@ STEPS = {"tokens": 2, "batch": 3, "heads": 3, "n": 24, "p": 40}
 LAYERS = {
     "layer-norm": shaped(norms, (2, 37, 40), (40,), (2, 37, 40)),
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
+    "layer-rotary": shaped(turned, (2, 37, 3, 40), (2, 37, 1, 40)),
+    "layer-mixture": shaped(mixtures, (2, 37, 40), (2, 37, 40), (40,)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
     "time-invariant": recurrences(by_fft, SYSTEM, "s4d", "s4d_real", "h3"),
     "long-convolution": shaped(long, (2, 37, 3, 5), (3, 37, 5)),

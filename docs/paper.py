@@ -74,9 +74,9 @@ def gates() -> None:
     png(figure, PICTURES / "paper_gates.png", DPI)
 
 
-def eigenvalues(model: ByteLM, name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def eigenvalues(model: ByteLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """All eigenvalues of all layers on ids [1, T] from the second token on: {"plain": …, "paper": …}."""
-    recurrence = mixers.get(name).recurrence
+    recurrence = model.blocks[0].mixer.recurrence
     found = [recurrence.trajectory(**inputs) for inputs in inputs_of_layers(model, ids)]
     return {
         form: torch.cat([measures.eigenvalues(t, paper=form == "paper")[:, 1:].flatten() for t in found])
@@ -92,9 +92,9 @@ def spectra(text: Text) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
         make = mixers.get(name).module
         assert make is not None
         model = make_model(make, SETUP)
-        new = eigenvalues(model, name, ids)
+        new = eigenvalues(model, ids)
         train(model, text, SETUP)
-        found[name] = {"new": new, "trained": eigenvalues(model, name, ids)}
+        found[name] = {"new": new, "trained": eigenvalues(model, ids)}
         print(f"{name}: {bits_per_byte(model, text.held_out, SETUP.seq):.2f} bits a byte")
     return found
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsf.kernels.convolution import TRITON
 
 LARGEST = 16384  # most numbers of a group in the GPU kernels
+ACTIVATIONS = ("silu", "sigmoid", "gelu")  # gelu: by tanh; the kernels know them by their places
 
 
 def gated_rms_norm(
@@ -33,9 +34,9 @@ def gated_rms_norm(
     """x / sqrt(mean x² + eps) · weight over the last axis in `groups` equal parts, gated.
 
     x, gate: [..., D] with the same shape, any strides; weight: [D]. gate_first: norm(x · act(gate)) as Mamba-2 has it,
-    instead of norm(x) · act(gate) (Gated DeltaNet); activation: "silu" or "sigmoid". backend: "triton" (CUDA tensors,
-    not float64), "torch", or "auto". dtype: of the result, x's by default. Returns a tensor of x's shape, contiguous on
-    a GPU.
+    instead of norm(x) · act(gate) (Gated DeltaNet); activation: "silu", "sigmoid" or "gelu" (by tanh). backend:
+    "triton" (CUDA tensors, not float64), "torch", or "auto". dtype: of the result, x's by default. Returns a tensor of
+    x's shape, contiguous on a GPU.
 
     then: the weight [out, D] or [out, H · D] of a linear map without bias, of the result's type: what the map makes of
     the result (of the last two axes as one) is returned instead, [..., out]. On a GPU the result is then not kept for
@@ -47,7 +48,7 @@ def gated_rms_norm(
         raise ValueError(f"a norm over {x.shape[-1]} numbers in {groups} groups with {sizes}: sizes do not fit")
     size, dtype = x.shape[-1] // groups, x.dtype if dtype is None else dtype
     if _chosen(x, gate, activation, backend, size):
-        return _fused(x, gate, weight, then, size, True, gate_first, activation == "sigmoid", eps, dtype)
+        return _fused(x, gate, weight, then, size, True, gate_first, ACTIVATIONS.index(activation), eps, dtype)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if gate is not None and gate_first:
         y = y * activated(gate.to(y.dtype), activation)
@@ -90,7 +91,7 @@ def gated(
 ) -> Tensor:
     """x · act(gate), for x and gate [..., D] of the same shape, any strides; otherwise as `gated_rms_norm`."""
     if _chosen(x, gate, activation, backend, 1):
-        return _fused(x, gate, None, then, x.shape[-1], False, False, activation == "sigmoid", 0.0, x.dtype)
+        return _fused(x, gate, None, then, x.shape[-1], False, False, ACTIVATIONS.index(activation), 0.0, x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     return _mapped((x.to(wide) * activated(gate.to(wide), activation)).to(x.dtype), then)
 
@@ -110,14 +111,16 @@ def _mapped(y: Tensor, then: Tensor | None) -> Tensor:
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:
-    """act(gate): silu or sigmoid."""
+    """act(gate), one of ACTIVATIONS."""
+    if activation == "gelu":
+        return F.gelu(gate, approximate="tanh")
     return F.silu(gate) if activation == "silu" else torch.sigmoid(gate)
 
 
 def _chosen(x: Tensor, gate: Tensor | None, activation: str, backend: str, size: int) -> bool:
     """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
-    if activation not in ("silu", "sigmoid"):
-        raise ValueError(f"activation is {activation!r}; gates have 'silu' or 'sigmoid'")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; gates have 'silu', 'sigmoid' or 'gelu'")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
     if gate is not None and gate.shape != x.shape:

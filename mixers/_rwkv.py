@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from dsf.kernels.mixture import token_mixtures
 from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._shift import TokenShift
@@ -38,9 +40,11 @@ class TimeMix(Mixer):
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return x, (x,)
 
-    def toward_last(self, name: str, x: Tensor, change: Tensor) -> Tensor:
-        """x + coefficients · change, where change is the token before minus x."""
-        return x if self.conv1d is None else torch.addcmul(x, change, getattr(self, name))
+    def mixtures(self, names: Sequence[str], x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        """x + coefficients · (other - x) for the coefficients of each name; x itself without a token shift."""
+        if self.conv1d is None:
+            return (x,) * len(names)
+        return token_mixtures(x, other, [getattr(self, name) for name in names])
 
 
 def _ladder(size: int, power: float, more: float, rest: bool) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, exp
+from dsf.kernels.rotary import rotary
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
 
@@ -31,25 +32,12 @@ def _slopes(heads: int) -> Tensor:
     return -torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads))))
 
 
-def rotated(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Turn pairs of entries (j, j + N/2) by position · base^(-2j/N). q, k: [B, T, H, N], position: [B, T].
-
-    The last entry of an odd number stays.
-    """
-    width, wide = q.shape[-1], torch.promote_types(q.dtype, torch.float32)
+def angles(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, width // 2] of the angles position · base^(-2j/width), for position [B, T]."""
     half = width // 2
-    turn = base ** (-torch.arange(half, device=q.device, dtype=wide) / half)
-    angle = position.to(wide)[..., None, None] * turn
-    cos, sin = angle.cos(), angle.sin()
-
-    def turned(x: Tensor) -> Tensor:
-        a, b, rest = x.to(wide).split([half, half, width - 2 * half], dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(x.dtype)
-
-    if q.shape[1] > 1:
-        return turned(q), turned(k)
-    both = turned(torch.cat([q, k], dim=2))  # of a token, launches are what it costs, not the copy
-    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
+    turn = base ** (-torch.arange(half, device=position.device, dtype=dtype) / half)
+    angle = position.to(dtype)[..., None] * turn
+    return angle.cos(), angle.sin()
 
 
 class RetNet(Heads):
@@ -93,7 +81,10 @@ class RetNet(Heads):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)
-        if self.rotary_base:
-            position = span.positions(side[0])
-            q, k = rotated(q, k, position, self.rotary_base)
-        return {"q": q, "k": k * self.dims[1] ** -0.5, "v": v, "slope": self.slope}
+        scale = self.dims[1] ** -0.5
+        if not self.rotary_base:
+            return {"q": q, "k": k * scale, "v": v, "slope": self.slope}
+        wide = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = angles(span.positions(side[0]), q.shape[-1], self.rotary_base, wide)
+        q, k = rotary(q, k, cos, sin, scale)
+        return {"q": q, "k": k, "v": v, "slope": self.slope}

@@ -4,11 +4,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsf
 from dsf import Expr, Param, Scalar, System, Value, exp, expm1, maximum, sigmoid, softplus, sqrt, where
+from dsf.kernels.norm import gated
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import Owner, inverse_softplus, normal
@@ -25,6 +25,13 @@ def bounded_sqrt(x: Expr) -> Expr:
     return where(x < KNEE, 1000 * x + 1000 * KNEE, sqrt(maximum(x, KNEE)))
 
 
+def _system(x: Expr, r: Expr, i: Expr, reset: Expr, Lambda: Expr) -> System:
+    log_a = -POWER * softplus(Lambda) * sigmoid(r)
+    decay = where(reset > 0.5, 0, exp(log_a))
+    scale = where(reset > 0.5, 1, bounded_sqrt(-expm1(2 * log_a)))
+    return System(A=decay, B=scale * (sigmoid(i) * x), C=1)
+
+
 @dsf.recurrence
 def rg_lru(x: Value, r: Value, i: Value, reset: Scalar, Lambda: Param[Value]) -> System:
     """RG-LRU (Griffin): one number a channel, decayed by a gated power, at constant variance.
@@ -34,14 +41,20 @@ def rg_lru(x: Value, r: Value, i: Value, reset: Scalar, Lambda: Param[Value]) ->
     Symbols: r, i are gate pre-activations; log a = -softplus(Lambda) and a_t = a^(8 sigmoid(r)). reset is 1
     where a sequence begins (there A = 0 and the input enters with factor 1), else 0.
     """
-    log_a = -POWER * softplus(Lambda) * sigmoid(r)
-    decay = where(reset > 0.5, 0, exp(log_a))
-    scale = where(reset > 0.5, 1, bounded_sqrt(-expm1(2 * log_a)))
-    return System(A=decay, B=scale * (sigmoid(i) * x), C=1)
+    return _system(x, r, i, reset, Lambda)
+
+
+@dsf.recurrence
+def rg_lru_biased(
+    x: Value, r: Value, i: Value, reset: Scalar, Lambda: Param[Value], r0: Param[Value], i0: Param[Value]
+) -> System:
+    """RG-LRU with the constant parts of its gates apart: what the layer runs."""
+    return _system(x, r + r0, i + i0, reset, Lambda)
 
 
 class BlockLinear(Owner):
-    """A linear map, block-diagonal over heads. weight: [H, P, P], variance 1/P; bias: [H, P], zeros."""
+    """A linear map, block-diagonal over heads. weight: [H, P, P], variance 1/P; bias: [H, P], zeros, which the layer's
+    recurrence adds."""
 
     weight: Tensor
     bias: Tensor
@@ -52,10 +65,9 @@ class BlockLinear(Owner):
         self.own("bias", torch.zeros, heads, width, kind="vector")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, T, H, P] -> [B, T, H, P]."""
+        """x: [B, T, H, P] -> [B, T, H, P], without the bias."""
         rows = x.flatten(0, 1).transpose(0, 1)  # [H, B T, P]
-        y = torch.baddbmm(self.bias.unsqueeze(1).to(x.dtype), rows, self.weight)
-        return y.transpose(0, 1).unflatten(0, x.shape[:2])
+        return torch.bmm(rows, self.weight).transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 def _slow_decays(*shape: int) -> Tensor:
@@ -72,7 +84,7 @@ class RGLRU(Mixer):
     where a sequence begins; without it one begins where no state was given.
     """
 
-    recurrence = rg_lru
+    recurrence = rg_lru_biased
     resets = True
     Lambda: Tensor
 
@@ -127,10 +139,12 @@ class RGLRU(Mixer):
             "i": self.input_gate(x),
             "reset": starts.unsqueeze(2),
             "Lambda": self.Lambda,
+            "r0": self.recurrence_gate.bias,
+            "i0": self.input_gate.bias,
         }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         for branch in side:
-            y = y * F.gelu(branch, approximate="tanh")
+            y = gated(y, branch, "gelu")
         return self.out_proj(y)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Param, System, Value, exp
+from dsf.kernels.norm import gated
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import Start
@@ -80,12 +81,12 @@ class RWKV4(TimeMix):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         # Released coefficients weigh the token itself: mix · x + (1 - mix) · last = last + mix · (x - last).
-        change = side[0] - u
-        k = self.key(self.toward_last("time_mix_k", u, change)).unsqueeze(2)
-        v = self.value(self.toward_last("time_mix_v", u, change)).unsqueeze(2)
+        names = ("time_mix_k", "time_mix_v", *(() if self.receptance is None else ("time_mix_r",)))
+        x_k, x_v, *x_r = self.mixtures(names, u, side[0])
+        k, v = self.key(x_k).unsqueeze(2), self.value(x_v).unsqueeze(2)
         inputs = {"k": k, "v": v, "w": self.time_decay[None], "u": self.time_first[None]}
         if self.receptance is not None:
-            inputs["gate"] = self.receptance(self.toward_last("time_mix_r", u, change)).sigmoid()
+            inputs["gate"] = self.receptance(*x_r)
         return inputs
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
@@ -94,7 +95,7 @@ class RWKV4(TimeMix):
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
         for gate in side:
-            y = y * gate
+            y = gated(y, gate, "sigmoid")
         return self.output(y)
 
 

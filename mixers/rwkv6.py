@@ -4,11 +4,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, System, Value, diag, dot, exp
+from dsf.kernels.norm import gated
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import uniform
 from dsf.mixers._rwkv import TimeMix, group_norm, ramp, zigzag
@@ -105,7 +105,7 @@ class RWKV6(TimeMix):
         if self.conv1d is None:
             return dict.fromkeys(self.mixed, x)
         change = last - x
-        low = torch.tanh(self.toward_last("time_maa_x", x, change) @ self.time_maa_w1)
+        low = torch.tanh(self.mixtures(("time_maa_x",), x, last)[0] @ self.time_maa_w1)
         moved = torch.einsum("btir,irc->ibtc", low.unflatten(-1, (len(self.mixed), -1)), self.time_maa_w2)
         names = zip(self.mixed, moved, strict=True)
         return {name: x + change * (getattr(self, f"time_maa_{name}") + m) for name, m in names}
@@ -116,7 +116,7 @@ class RWKV6(TimeMix):
         maps = {"r": self.receptance(seen["r"]), "k": self.key(seen["k"]), "v": self.value(seen["v"]), "w": w}
         inputs = {name: x.unflatten(-1, (self.dims[0], -1)) for name, x in maps.items()}
         if self.gate is not None:
-            inputs["gate"] = F.silu(self.gate(seen["g"]))
+            inputs["gate"] = self.gate(seen["g"])
         return {**inputs, "u": self.time_faaaa, "w0": self.time_decay}
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
@@ -125,7 +125,7 @@ class RWKV6(TimeMix):
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = group_norm(y, self.ln_weight, self.ln_bias, eps=64e-5)
         for gate in side:
-            y = y * gate
+            y = gated(y, gate)
         return self.output(y)
 
 

@@ -87,6 +87,7 @@ class RWKV7(TimeMix):
         n_heads, n = self.heads(d_model, n_heads, d_model=(d_model, None))
         self.dims = (n_heads, n, n)
         self.value_residual, self.gated = value_residual, not bare
+        self.mixed = ("x_r", "x_w", "x_k", "x_v", "x_a", *(() if bare else ("x_g",)))
         for name, power, more in (
             ("r", 0.2, 0.0), ("w", 0.9, 0.0), ("k", 0.9, 0.4), ("v", 0.4, 0.6), ("a", 0.9, 0.0),
             *([] if bare else [("g", 0.2, 0.0)]),
@@ -134,17 +135,14 @@ class RWKV7(TimeMix):
         to.summed(self.output)
 
     def arguments(self, u: Tensor, side: Side, span: Span, v_first: Tensor | None = None) -> dict[str, Tensor]:
-        x, change = side[0], u - side[0]
-        r, k, v = (
-            layer(self.toward_last(name, x, change))
-            for name, layer in (("x_r", self.receptance), ("x_k", self.key), ("x_v", self.value))
-        )
-        w = torch.tanh(self.toward_last("x_w", x, change) @ self.w1) @ self.w2
-        a = self._heads(self.toward_last("x_a", x, change) @ self.a1 @ self.a2)
+        x_r, x_w, x_k, x_v, x_a, *x_g = self.mixtures(self.mixed, side[0], u)
+        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        w = torch.tanh(x_w @ self.w1) @ self.w2
+        a = self._heads(x_a @ self.a1 @ self.a2)
         if self.value_residual:
             if v_first is None:
                 raise InputError("RWKV7: value_residual needs v_first= [B, T, d_model], the first layer's values")
-            v = v + (v_first - v) * (self.v0 + self.toward_last("x_v", x, change) @ self.v1 @ self.v2).sigmoid()
+            v = v + (v_first - v) * (self.v0 + x_v @ self.v1 @ self.v2).sigmoid()
         kappa = F.normalize(self._heads(k * self.k_k), dim=-1)
         rate = (a + self.a0.to(a.dtype)).sigmoid().flatten(2)
         k = k * (1 + (rate - 1) * self.k_a)
@@ -152,8 +150,8 @@ class RWKV7(TimeMix):
         k, v, kappa = (part.to(r.dtype) for part in (k, v, kappa))
         inputs = {"r": self._heads(r), "w": self._heads(w), "k": self._heads(k), "v": self._heads(v)}
         inputs |= {"kappa": kappa, "a": a}
-        if self.gated:
-            inputs["gate"] = (self.toward_last("x_g", x, change) @ self.g1).sigmoid() @ self.g2
+        for x in x_g:
+            inputs["gate"] = (x @ self.g1).sigmoid() @ self.g2
         return {**inputs, "w0": self.w0, "a0": self.a0}
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -20,13 +20,12 @@ import scan_family as scans
 import torch
 from fourier_family import OWN
 from interpreted import INTERPRETED
+from layer_family import convolution, convolution_over_ranks, convolution_step, mixing, norms, pull, tensor
 
 import dsf
 from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, mixers, ratio, sigmoid, tanh, turn
-from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
-from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.mixers import get
-from dsf.parallel import Simulated, windows
+from dsf.parallel import Simulated
 from dsf.triton.choose import elsewhere
 
 pytest.importorskip("triton")
@@ -46,14 +45,6 @@ KNOWN = {}  # kernels that were compiled, by what they were compiled for: what t
 
 
 # Calls
-
-
-def tensor(*shape, grad=True):
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=grad)
-
-
-def pull(ys, leaves):
-    torch.autograd.grad(ys, leaves, [torch.empty_like(y) for y in ys], allow_unused=True)
 
 
 def inputs(recurrence, sizes, groups=None, step=False):
@@ -99,36 +90,6 @@ def step(recurrence):
     given = inputs(recurrence, {"B": 2, "H": 4, "N": 64, "N/2": 32, "P": 64}, step=True)
     shape = recurrence.state_shape(64 if recurrence.spec.has_key else 1, 64)
     recurrence.step(torch.empty(2, 4, *shape, device="meta"), **given, backend="triton")
-
-
-def convolution(bounds=None):
-    given = tensor(1, 2048, 256), tensor(256, 4), tensor(256), tensor(1 if bounds is None else 3, 256, 3)
-    *rest, state = given
-    ys, final = short_convolution(*rest, state, bounds, pieces=[Piece(128, 32), Piece(128)], backend="triton")
-    pull([*ys, final], given)
-
-
-def convolution_over_ranks():
-    x, weight, bias, state = given = tensor(2, 1536, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
-    kernels = Fused(weight, bias, (True, [128, 128], [32, 0], [1.0, 1.0]))
-    for layout in ("contiguous", "headtail"):
-        ys, last = windows.convolve(Simulated(2, layout), kernels, x, state)
-        pull([*ys, last], given)
-
-
-@torch.no_grad()
-def convolution_step():
-    given = tensor(2, 1, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
-    short_convolution_step(*given, pieces=[Piece(128, 32), Piece(128)], backend="triton")
-
-
-def norms():
-    x, weight, gate = tensor(2, 2048, 256), tensor(256), tensor(2, 2048, 256)
-    pull([gated_rms_norm(x, weight, gate, 2, True, backend="triton")], [x, weight, gate])
-    pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
-    pull([gated(x, gate, backend="triton")], [x, gate])
-    pull([gated_rms_norm(x, weight, gate, backend="triton", then=tensor(128, 256))], [x, weight, gate])
-    pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
 
 
 def fourier():
@@ -296,6 +257,7 @@ FAMILIES = {
             "fourier": fourier,
             "fourier, filters": filters,
             "impulse responses": impulses,
+            "mixing": mixing,
             "norms": norms,
             "probe": probe,
             "alibi": of("alibi"),
@@ -306,8 +268,7 @@ FAMILIES = {
         (
             "attention.kernel", "attention.sums", "double", "fourier.holes", "fourier.numbers", "fourier.rows",
             "fourier.spectra", "fourier.states", "impulse", "launcher", "layer.convolution",
-            "layer.convolution_gradient", "layer.norm",
-            "layer.windows", "ranks",
+            "layer.convolution_gradient", "layer.mixture", "layer.norm", "layer.rotary", "layer.windows", "ranks",
         ),
     ),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from dsf import mixers
 
 pytestmark = pytest.mark.gpu
 NAMES = ("deltanet", "gated_deltanet", "gla", "kda", "retnet", "ssd", "hgrn", "hgrn2")
+MORE = ("rg_lru", "rwkv4", "rwkv6", "rwkv7")  # which have other parts around their recurrences
 
 
 def outcome(layer, x, dy):
@@ -35,6 +36,27 @@ def test_a_layer_s_gradients_are_the_definition_s(name, tokens):
         for n, b in exact.items():
             error = (found[n].double().cpu() - b).norm() / b.norm().clamp(min=1e-6)
             assert error < 1e-4, (n, error)
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 130])
+@pytest.mark.parametrize("name", MORE)
+def test_a_layer_of_other_parts(name, tokens):
+    """Three calls, from weights that are not the initial ones, of which many are zero."""
+    torch.manual_seed(0)
+    layer = mixers.get(name).module(64).double()
+    with torch.no_grad():
+        for w in layer.parameters():
+            w.add_(0.1 * torch.randn_like(w))
+    x, dy = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
+    exact = outcome(layer, x.requires_grad_(), dy)
+    layer, calls = layer.float().cuda(), []
+    for _ in range(3):
+        calls.append(outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda()))
+        assert calls[-1].keys() == exact.keys()
+        for n, b in exact.items():
+            error = (calls[-1][n].double().cpu() - b).norm() / b.norm().clamp(min=1e-6)
+            assert error < 1e-4, (n, error)
+    assert all(torch.equal(a, calls[2][n]) for n, a in calls[1].items())
 
 
 @pytest.mark.parametrize("width", [64, 6], ids=["blocks within heads", "blocks across heads"])

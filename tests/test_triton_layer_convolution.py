@@ -182,7 +182,9 @@ def test_pieces_cut_anywhere_are_the_whole():
 
 def test_operators_pass_opcheck():
     from dsf.kernels.triton.layer import convolution_ops as ops
+    from dsf.kernels.triton.layer.mixture_ops import mix_tokens
     from dsf.kernels.triton.layer.norm_ops import added_norm, gated_norm
+    from dsf.kernels.triton.layer.rotary_ops import turn_pairs
 
     x, weight, bias, state = (t.float().requires_grad_() for t in given(2, 5, 8, 4, True, 2))
     options = (True, [4, 4], [4, 0], [0.5, 1.0])
@@ -193,9 +195,13 @@ def test_operators_pass_opcheck():
         torch.library.opcheck(ops.short_convolution_step, step, test_utils=tests)
         torch.library.opcheck(ops.short_convolution_step_in_place, step, test_utils=tests)
     y, gate, scale = (torch.randn(2, 3, 2, 8, requires_grad=True) for _ in range(3))
-    rest = 8, True, False, False, 1e-5, torch.float32
+    rest = 8, True, False, 0, 1e-5, torch.float32
     torch.library.opcheck(gated_norm, (y, gate, scale[0, 0, 0].detach(), *rest), test_utils=tests)
     torch.library.opcheck(added_norm, (y, gate, scale[0, 0, 0].detach(), 1e-5, torch.float32), test_utils=tests)
+    angle = torch.randn(1, 3, 4)
+    torch.library.opcheck(turn_pairs, (y, gate, angle.cos(), angle.sin(), 0.5, False), test_utils=tests)
+    x, other = (t.detach().flatten(2).requires_grad_() for t in (y, gate))
+    torch.library.opcheck(mix_tokens, (x, other, [torch.rand(16, requires_grad=True)] * 2), test_utils=tests)
 
 
 def test_compiled_whole_they_are_the_same():

@@ -9,8 +9,15 @@ from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 pytestmark = interpreted
 
 
+ACTIVATIONS = {
+    "silu": lambda g: g * torch.sigmoid(g),
+    "sigmoid": torch.sigmoid,
+    "gelu": lambda g: g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))) / 2,
+}
+
+
 def definition(x, weight, gate, groups, first, activation, eps=1e-5, norm=True):
-    act = None if gate is None else gate * torch.sigmoid(gate) if activation == "silu" else torch.sigmoid(gate)
+    act = None if gate is None else ACTIVATIONS[activation](gate)
     y = x if act is None or not first else x * act
     if norm:
         parts = y.unflatten(-1, (groups, -1))
@@ -50,6 +57,7 @@ CASES = [  # shape, groups, weight, gate, gate first, activation
     ((3, 33), 1, False, True, False, "sigmoid"),
     ((1, 2, 3, 2, 8), 2, True, True, True, "sigmoid"),
     ((1, 130, 40), 1, True, True, False, "silu"),
+    ((1, 9, 40), 2, True, True, True, "gelu"),
 ]
 
 
@@ -70,11 +78,20 @@ def test_forward_and_all_gradients_are_the_definitions(case, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(second, third, strict=True))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [40, 2048])
-def test_a_gate_alone(width):
+def test_a_gate_alone(width, activation):
     leaves = leaves_of((2, 3, width), False, True, torch.float32)
-    wanted = outcome(lambda x, w, g: definition(x, w, g, 1, False, "silu", norm=False), leaves, torch.float64)
-    assert_near(outcome(lambda x, w, g: gated(x, g, backend="triton"), leaves, torch.float32), wanted, 1e-5)
+    leaves[2] = 3 * leaves[2]  # also where gelu is flat
+    wanted = outcome(lambda x, w, g: definition(x, w, g, 1, False, activation, norm=False), leaves, torch.float64)
+    for backend in ("triton", "torch"):
+        found = outcome(lambda x, w, g, b=backend: gated(x, g, activation, backend=b), leaves, torch.float32)
+        assert_near(found, wanted, 1e-5)
+
+
+def test_an_unknown_gate_is_refused():
+    with pytest.raises(ValueError, match="'silu', 'sigmoid' or 'gelu'"):
+        gated(torch.zeros(2, 3), torch.zeros(2, 3), "tanh")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsf import KVCache, Packing
 from dsf.call.packing import tensor_of
+from dsf.kernels.rotary import rotary
 from dsf.language.errors import InputError
 from dsf.mixers import MixerState, SoftmaxAttention
 from dsf.mixers._module import Side, Span
@@ -126,7 +127,9 @@ class RotaryAttention(SoftmaxAttention):
         if u.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             q, k = rotate(_together(q, k), cos, sin).split([q.shape[2], k.shape[2]], dim=2)
             return inputs | {"q": q, "k": k}
-        return inputs | {"q": rotate(q, cos, sin), "k": rotate(k, cos, sin)}
+        n = cos.shape[-1] // 2
+        q, k = rotary(q, k, cos[..., :n], sin[..., n:])
+        return inputs | {"q": q, "k": k}
 
     def forward(
         self,

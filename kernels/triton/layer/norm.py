@@ -22,13 +22,17 @@ def _where(batch_stride, stride, r, c, way, T, inner: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def _gate(g, SIGMOID: tl.constexpr):
-    """The gate's activation and its derivative."""
-    s = fn.sigmoid(g)
-    if SIGMOID:
-        value, slope = s, s * (1.0 - s)
+def _gate(g, ACT: tl.constexpr):
+    """The gate's activation and its derivative. ACT: 0 silu, 1 sigmoid, 2 gelu (1 + tanh z = 2 sigmoid(2 z))."""
+    if ACT == 2:
+        s = fn.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        value, slope = g * s, s * (1.0 + g * (1.0 - s) * (1.5957691216057308 + 0.21406444881780076 * g * g))
     else:
-        value, slope = g * s, s * (1.0 + g * (1.0 - s))
+        s = fn.sigmoid(g)
+        if ACT == 1:
+            value, slope = s, s * (1.0 - s)
+        else:
+            value, slope = g * s, s * (1.0 + g * (1.0 - s))
     return value, slope
 
 
@@ -36,7 +40,7 @@ def _gate(g, SIGMOID: tl.constexpr):
 def norm_forward(
     x, x_batch, x_stride, gate, g_batch, g_stride, weight, out, more, T, rows, eps,
     inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
-    SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, ways · inner · GROUP], contiguous: grid (ways · rows / R), rows = B · T · inner.
 
@@ -60,7 +64,7 @@ def norm_forward(
     value = tl.full((R, W), 1.0, tl.float32)
     if gate is not None:
         at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
-        value, _ = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), SIGMOID)
+        value, _ = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
         if FIRST:
             y *= value
     if NORM:
@@ -77,7 +81,7 @@ def norm_forward(
 def norm_backward(
     dy, d_batch, d_stride, of_x, of_gate, weight, outs, more, T, rows, tiles, eps,
     inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
-    SIGMOID: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """dx, dgate, contiguous, and a row of sums for the weight from each program of `tiles` tiles.
 
@@ -106,7 +110,7 @@ def norm_backward(
         value, slope, u = d, d, y
         if gate is not None:
             at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
-            value, slope = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), SIGMOID)
+            value, slope = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
             if FIRST:
                 u = y * value
         root = tl.full((R, 1), 1.0, tl.float32)

@@ -16,7 +16,7 @@ from dsf.kernels.triton.operators import operator
 
 WAY_OUT = "the fused norm and gate; ask for backend='torch', which has them"
 PLAIN = 1024  # numbers of a group without norm
-Options = tuple[int, bool, bool, bool, float, torch.dtype]  # group, norm, gate first, sigmoid, eps, of the result
+Options = tuple[int, bool, bool, int, float, torch.dtype]  # group, norm, gate first, activation, eps, of the result
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ def _groups(x: Tensor, weight: Tensor | None, size: int, norm: bool) -> tuple[in
 
 def _settings(options: Options, shape: tuple[int, int, int], tile: tuple[int, int, int, int]) -> dict[str, Any]:
     (group, inner, ways), (width, held, warps, _) = shape, tile
-    _, norm, first, sigmoid, _, _ = options
+    _, norm, first, activation, _, _ = options
     return {
-        "inner": inner, "ways": ways, "GROUP": group, "NORM": norm, "FIRST": first, "SIGMOID": sigmoid, "W": width,
+        "inner": inner, "ways": ways, "GROUP": group, "NORM": norm, "FIRST": first, "ACT": activation, "W": width,
         "R": held, "num_warps": warps,
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ def _added(x: Tensor, other: Tensor, weight: Tensor | None, eps: float, dtype: t
 
 
 def _of_sum(x: Tensor, eps: float, dtype: torch.dtype) -> Options:
-    return x.shape[-1], True, False, False, eps, dtype
+    return x.shape[-1], True, False, 0, eps, dtype
 
 
 def _launch(
@@ -213,7 +213,7 @@ def _differentiable_sum(*args: Any) -> Any:
 
 
 _GIVEN = (
-    "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, bool sigmoid, float eps, "
+    "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, int activation, float eps, "
     "ScalarType dtype"
 )
 gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable)

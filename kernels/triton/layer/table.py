@@ -44,3 +44,27 @@ def norm(group: int, rows: int, ways: int, backward: bool) -> tuple[int, int, in
     warps = max(1, min(16, held * width // (512 if backward else 1024)))
     tiles = -(-rows // held)
     return width, held, warps, max(1, tiles * ways // PROGRAMS) if backward else 1
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of the rotary kernel: pairs of a head, rounded up; tokens and heads of a program; warps."""
+
+    width: int
+    rows: int
+    heads: int
+    warps: int
+
+
+def rotary(half: int, rows: int) -> Heads:
+    """Of `rows` tokens with heads of `half` pairs: 1,024 pairs of a head at once, 8 a lane."""
+    width = power(half)
+    held = max(1, min(1024 // width, power(rows)))
+    return Heads(width, held, 4, max(1, min(4, held * width // 256)))
+
+
+def mixture(rows: int, channels: int, backward: bool) -> tuple[int, int, int]:
+    """Of mixtures of `rows` tokens: (tokens and channels of a program; warps). Backward a program leaves a row of sums,
+    so it has more tokens."""
+    held, block = min(64 if backward else 8, power(rows)), min(64 if backward else 256, power(channels))
+    return held, block, max(1, min(8, held * block // (512 if backward else 256)))

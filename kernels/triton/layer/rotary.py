@@ -1,0 +1,48 @@
+"""Rotary positions: a program turns HEADS heads of R tokens by the same angles, which stay in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def turn_heads(
+    of_q, of_k, of_angles, outs, T, rows, scale, q_heads: tl.constexpr, k_heads: tl.constexpr, HALF: tl.constexpr,
+    BACK: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """outs: q [B, T, q_heads, 2 HALF] and k, contiguous; k times `scale`. Grid (rows / R, blocks of q's and k's heads).
+
+    of_q, of_k: (tensor, strides of batch, time, head). of_angles: (cos, sin [B, T, HALF], their strides of batch and
+    time). rows = B · T. BACK: by the opposite angles, which is also the gradient.
+    """
+    q, q_batch, q_stride, q_head = of_q
+    k, k_batch, k_stride, k_head = of_k
+    cos, c_batch, c_stride, sin, s_batch, s_stride = of_angles
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    batch, token = (r // T).to(tl.int64), (r % T).to(tl.int64)
+    j = tl.arange(0, W)[None, :]
+    ok = (r < rows)[:, None] & (j < HALF)
+    c = tl.load(cos + (batch * c_batch + token * c_stride)[:, None] + j, mask=ok, other=0.0).to(tl.float32)
+    s = tl.load(sin + (batch * s_batch + token * s_stride)[:, None] + j, mask=ok, other=0.0).to(tl.float32)
+    if BACK:
+        s = -s
+    first = tl.program_id(1) * HEADS
+    of_keys = first >= (q_heads + HEADS - 1) // HEADS * HEADS
+    x, to = tl.where(of_keys, k, q), tl.where(of_keys, outs[1], outs[0])
+    x_batch = tl.where(of_keys, k_batch, q_batch).to(tl.int64)
+    x_stride = tl.where(of_keys, k_stride, q_stride).to(tl.int64)
+    x_head = tl.where(of_keys, k_head, q_head).to(tl.int64)
+    heads = tl.where(of_keys, k_heads, q_heads)
+    first = tl.where(of_keys, first - (q_heads + HEADS - 1) // HEADS * HEADS, first)
+    times = tl.where(of_keys, scale, 1.0)
+    c, s = c * times, s * times
+    from_ = x + (batch * x_batch + token * x_stride)[:, None] + j
+    into = to + (r.to(tl.int64) * heads * (2 * HALF))[:, None] + j
+    for i in tl.static_range(HEADS):
+        head = first + i
+        there = ok & (head < heads)
+        a = tl.load(from_ + head * x_head, mask=there, other=0.0).to(tl.float32)
+        b = tl.load(from_ + head * x_head + HALF, mask=there, other=0.0).to(tl.float32)
+        tl.store(into + head * (2 * HALF), (a * c - b * s).to(to.dtype.element_ty), mask=there)
+        tl.store(into + head * (2 * HALF) + HALF, (a * s + b * c).to(to.dtype.element_ty), mask=there)

@@ -1,0 +1,55 @@
+"""Calls of the fused parts of layers, and their gradients, on tensors without memory, for tests/test_compiled.py."""
+
+import torch
+
+from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
+from dsf.kernels.mixture import token_mixtures
+from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.rotary import rotary
+from dsf.parallel import Simulated, windows
+
+
+def tensor(*shape, grad=True):
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=grad)
+
+
+def pull(ys, leaves):
+    torch.autograd.grad(ys, leaves, [torch.empty_like(y) for y in ys], allow_unused=True)
+
+
+def convolution(bounds=None):
+    given = tensor(1, 2048, 256), tensor(256, 4), tensor(256), tensor(1 if bounds is None else 3, 256, 3)
+    *rest, state = given
+    ys, final = short_convolution(*rest, state, bounds, pieces=[Piece(128, 32), Piece(128)], backend="triton")
+    pull([*ys, final], given)
+
+
+def convolution_over_ranks():
+    x, weight, bias, state = given = tensor(2, 1536, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
+    kernels = Fused(weight, bias, (True, [128, 128], [32, 0], [1.0, 1.0]))
+    for layout in ("contiguous", "headtail"):
+        ys, last = windows.convolve(Simulated(2, layout), kernels, x, state)
+        pull([*ys, last], given)
+
+
+@torch.no_grad()
+def convolution_step():
+    given = tensor(2, 1, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
+    short_convolution_step(*given, pieces=[Piece(128, 32), Piece(128)], backend="triton")
+
+
+def norms():
+    x, weight, gate = tensor(2, 2048, 256), tensor(256), tensor(2, 2048, 256)
+    pull([gated_rms_norm(x, weight, gate, 2, True, backend="triton")], [x, weight, gate])
+    pull([gated_rms_norm(x, weight, backend="triton")], [x, weight])
+    pull([gated(x, gate, backend="triton")], [x, gate])
+    pull([gated(x, gate, "gelu", backend="triton")], [x, gate])
+    pull([gated_rms_norm(x, weight, gate, backend="triton", then=tensor(128, 256))], [x, weight, gate])
+    pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
+
+
+def mixing():
+    q, k, angle = tensor(2, 2048, 4, 64), tensor(2, 2048, 2, 64), torch.empty(1, 2048, 32, device="meta")
+    pull(rotary(q, k, angle, angle, 0.5, "triton"), [q, k])
+    x, other, shares = tensor(2, 2048, 256), tensor(2, 2048, 256), [tensor(256) for _ in range(6)]
+    pull(token_mixtures(x, other, shares, "triton"), [x, other, *shares])
