@@ -15,6 +15,8 @@ from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.rotary import rotary
 from dsf.mixers import get
+from dsf.mixers.mlstm import gated_read as mlstm_read
+from dsf.mixers.rwkv7 import gated_read, read
 from dsf.parallel import Simulated, windows
 
 
@@ -58,6 +60,16 @@ def mixtures(x, other, share):
     how = {"backend": backend(x)}
     three = token_mixtures(x, other, [share, share * share, 0.5 * share], **how)
     return {"one": token_mixtures(x, other, [share], **how)[0], **{f"{i} of three": y for i, y in enumerate(three)}}
+
+
+def readouts(y, r, k, weight):
+    """What layers of RWKV-7 and mLSTM make of their recurrences' results, in printed kernels."""
+    how = {"backend": backend(y)}
+    return {
+        "rwkv7": read(y, r, k, r * k, k - r, *[weight] * 5, **how),
+        "rwkv7, gated": gated_read(y, r, k, r * k, k - r, *[weight] * 5, gate=r, **how),
+        "mlstm": mlstm_read(y, k, weight, weight, z=r, **how),
+    }
 
 
 def convolutions(x, weight, bias, state):
@@ -179,6 +191,7 @@ LAYERS = {
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
     "layer-rotary": shaped(turned, (2, 37, 3, 40), (2, 37, 1, 40)),
     "layer-mixture": shaped(mixtures, (2, 37, 40), (2, 37, 40), (40,)),
+    "layer-readout": shaped(readouts, *[(2, 37, 3, 40)] * 3, (3, 40)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
     "time-invariant": recurrences(by_fft, SYSTEM, "s4d", "s4d_real", "h3"),
     "long-convolution": shaped(long, (2, 37, 3, 5), (3, 37, 5)),

@@ -24,6 +24,7 @@ from dsf.call.long import long_convolution
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence, recurrence
+from dsf.call.tokenwise import tokenwise
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Key, Pair, Param, Scalar, Steps, Value
 from dsf.language.discretise import Discrete, bilinear, euler, zoh
@@ -118,6 +119,6 @@ __all__ = [
     "TraceError", "Trajectory", "Value", "abs", "atan2", "bilinear", "compose", "cos", "diag", "dot", "elu1", "euler",
     "exp", "exp_features", "expm1", "inner", "l2norm", "learn", "log", "log1p", "logsigmoid", "long_convolution",
     "maximum", "minimum", "norm2", "outer", "pair", "phi1", "prev", "quarter_turn", "ratio", "recurrence", "relu",
-    "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key", "sum_value", "tanh", "taylor_features", "turn",
-    "where", "zoh",
+    "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sum_key", "sum_value", "tanh", "taylor_features",
+    "tokenwise", "turn", "where", "zoh",
 ]  # fmt: skip

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dsf import Expr, N, dot, rsqrt, sum_key
 from dsf.kernels.norm import activated, gated, gated_rms_norm
 from dsf.mixers._beside import hooked, weight_for
 
 if TYPE_CHECKING:
     from dsf.parallel.shares import Shares
 
-__all__ = ["GatedRMSNorm", "gated", "normed"]
+__all__ = ["GatedRMSNorm", "gated", "layer_norm", "normed"]
 
 
 class GatedRMSNorm(nn.RMSNorm):
@@ -54,6 +55,12 @@ class GatedRMSNorm(nn.RMSNorm):
         if gate is not None and not self.gate_first:
             y = y * activated(gate.to(y.dtype), self.activation)
         return y.to(x.dtype)
+
+
+def layer_norm(y: Expr, eps: float = 1e-5) -> Expr:
+    """LayerNorm of each head without weight and bias, as an expression for `dsf.tokenwise`."""
+    centred = y - sum_key(y) / N
+    return centred * rsqrt(dot(centred, centred) / N + eps)
 
 
 def normed(norm: nn.Module, y: Tensor, gate: Tensor | None, then: nn.Module) -> Tensor:

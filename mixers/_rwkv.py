@@ -8,9 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dsf import Expr
 from dsf.kernels.mixture import token_mixtures
 from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side
+from dsf.mixers._norm import layer_norm
 from dsf.mixers._shift import TokenShift
 
 
@@ -63,6 +65,11 @@ def zigzag(size: int) -> Tensor:
     return (torch.arange(size) + 1) % 3 - 1.0
 
 
-def group_norm(y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm of each head, then weight and bias of each channel: y [B, T, H, P] -> [B, T, H·P]."""
-    return torch.nn.functional.layer_norm(y, y.shape[-1:], eps=eps).flatten(2) * weight + bias
+def group_norm(y: Expr, weight: Expr, bias: Expr, eps: float) -> Expr:
+    """LayerNorm of each head, then weight and bias of each channel, as an expression."""
+    return layer_norm(y, eps) * weight + bias
+
+
+def group_norm_by_torch(y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The same of tensors [B, T, H, N], [H, N]."""
+    return torch.nn.functional.layer_norm(y, y.shape[-1:], eps=eps) * weight + bias

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dsf
-from dsf import Key, N, Scalar, System, Value, abs, exp, maximum, sigmoid
+from dsf import Expr, Key, N, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, silu
 from dsf.language.errors import InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
-from dsf.mixers._norm import gated
+from dsf.mixers._norm import gated, layer_norm
 from dsf.mixers._own import Owner, normal
 
 if TYPE_CHECKING:
@@ -35,6 +35,22 @@ def mlstm(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
         C=q * N**-0.5,
         normalize=lambda num, den, one: num / maximum(abs(den), one),
     )
+
+
+def _read_by_torch(y: Tensor, u: Tensor, weight: Tensor, skip: Tensor) -> Tensor:
+    return torch.addcmul(skip * u, F.layer_norm(y, y.shape[-1:]), weight)
+
+
+@dsf.tokenwise(by_torch=_read_by_torch)
+def read(y: Key, u: Key, weight: Param[Key], skip: Param[Key]) -> Expr:
+    """What the layer makes of y without a gate: the norm of each head, beside what the convolution made."""
+    return layer_norm(y) * weight + skip * u
+
+
+@dsf.tokenwise(by_torch=lambda y, u, weight, skip, z: gated(_read_by_torch(y, u, weight, skip), z))
+def gated_read(y: Key, u: Key, weight: Param[Key], skip: Param[Key], z: Key) -> Expr:
+    """The same, times silu(z)."""
+    return (layer_norm(y) * weight + skip * u) * silu(z)
 
 
 class Blocks(Owner):
@@ -181,7 +197,7 @@ class MLSTM(Mixer):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         *gates, u = side
-        y = torch.addcmul(self.skip * u, F.layer_norm(y, y.shape[-1:]).flatten(2), self.norm)
-        for z in gates:
-            y = gated(y, z)
-        return self.down_proj(y)
+        fixed = (w.view(y.shape[2:]) for w in (self.norm, self.skip))
+        known = y, u.view_as(y), *fixed
+        y = gated_read(*known, *(z.view_as(y) for z in gates)) if gates else read(*known)
+        return self.down_proj(y.flatten(2))

@@ -4,14 +4,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsf
-from dsf import Key, Param, System, Value, diag, dot, exp
-from dsf.kernels.norm import gated
+from dsf import Expr, Key, Param, System, Value, diag, dot, exp, silu
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import uniform
-from dsf.mixers._rwkv import TimeMix, group_norm, ramp, zigzag
+from dsf.mixers._rwkv import TimeMix, group_norm, group_norm_by_torch, ramp, zigzag
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -31,6 +31,22 @@ def rwkv6(r: Key, k: Key, v: Value, w: Key, u: Param[Key]) -> System:
 def rwkv6_rate(r: Key, k: Key, v: Value, w: Key, u: Param[Key], w0: Param[Key]) -> System:
     """RWKV-6 with the decay's constant part w0 apart: exp(-exp(w0 + w)), what the layer runs."""
     return System(A=diag(exp(-exp(w0 + w))), B=k * v, C=r, D=dot(r, u * k) * v, read="before")
+
+
+def _gated_by_torch(y: Tensor, weight: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    return group_norm_by_torch(y, weight, bias, 64e-5) * F.silu(gate)
+
+
+@dsf.tokenwise(by_torch=partial(group_norm_by_torch, eps=64e-5))
+def normed(y: Key, weight: Param[Key], bias: Param[Key]) -> Expr:
+    """What the layer makes of y without a gate."""
+    return group_norm(y, weight, bias, 64e-5)
+
+
+@dsf.tokenwise(by_torch=_gated_by_torch)
+def gated_norm(y: Key, weight: Param[Key], bias: Param[Key], gate: Key) -> Expr:
+    """What it makes of y and the gate."""
+    return group_norm(y, weight, bias, 64e-5) * silu(gate)
 
 
 class RWKV6(TimeMix):
@@ -123,10 +139,9 @@ class RWKV6(TimeMix):
         return () if self.gate is None else (inputs.pop("gate"),)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        y = group_norm(y, self.ln_weight, self.ln_bias, eps=64e-5)
-        for gate in side:
-            y = gated(y, gate)
-        return self.output(y)
+        known = y, *(w.view(y.shape[2:]) for w in (self.ln_weight, self.ln_bias))
+        y = normed(*known) if self.gate is None else gated_norm(*known, *(gate.view_as(y) for gate in side))
+        return self.output(y.flatten(2))
 
 
 def _bonus(heads: int, n: int, depth: float) -> Tensor:

@@ -5,16 +5,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsf
-from dsf import Key, Param, System, Value, diag, dot, exp, outer, sigmoid
+from dsf import Expr, Key, Param, System, Value, diag, dot, exp, maximum, outer, rsqrt, sigmoid
 from dsf.language.errors import InputError
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import full, uniform
-from dsf.mixers._rwkv import TimeMix, group_norm, ramp
+from dsf.mixers._rwkv import TimeMix, group_norm, group_norm_by_torch, ramp
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -34,11 +33,57 @@ def rwkv7(r: Key, w: Key, k: Key, v: Value, kappa: Key, a: Key, u: Param[Key]) -
     return System(A=diag(decay) - outer(sigmoid(a) * kappa, kappa), B=k * v, C=r, D=dot(r, u * k) * v)
 
 
+def _replaced(k: Expr, a: Expr, a0: Expr, k_a: Expr) -> tuple[Expr, Expr]:
+    """(the learning rate, the key that is written: k moved towards rate · k by k_a)."""
+    rate = sigmoid(a0 + a)
+    return rate, k * (1 + (rate - 1) * k_a)
+
+
 @dsf.recurrence
-def rwkv7_rate(r: Key, w: Key, k: Key, v: Value, kappa: Key, a: Key, w0: Param[Key], a0: Param[Key]) -> System:
-    """RWKV-7 without the bonus, and with the constant parts of decay and learning rate apart: what the layer runs."""
+def rwkv7_layer(
+    r: Key, w: Key, k: Key, v: Value, a: Key, w0: Param[Key], a0: Param[Key], k_k: Param[Key], k_a: Param[Key]
+) -> System:
+    """RWKV-7 without the bonus and with what its layer makes of the keys: kappa, k · k_k at unit length, is not scaled
+    by the learning rate, the key that is written is. w0, a0: the constant parts of decay and learning rate."""
+    rate, key = _replaced(k, a, a0, k_a)
+    along = k * k_k
+    kappa = along * rsqrt(maximum(dot(along, along), 1e-24))
     decay = exp(-math.exp(-0.5) * sigmoid(w0 + w))
-    return System(A=diag(decay) - outer(sigmoid(a0 + a) * kappa, kappa), B=k * v, C=r)
+    return System(A=diag(decay) - outer(rate * kappa, kappa), B=key * v, C=r)
+
+
+def _read(
+    y: Expr, r: Expr, k: Expr, v: Expr, a: Expr, a0: Expr, k_a: Expr, r_k: Expr, weight: Expr, bias: Expr
+) -> Expr:
+    key = _replaced(k, a, a0, k_a)[1]
+    return group_norm(y, weight, bias, 64e-5) + dot(r, r_k * key) * v
+
+
+def _read_by_torch(
+    y: Tensor, r: Tensor, k: Tensor, v: Tensor, a: Tensor, a0: Tensor, k_a: Tensor, r_k: Tensor, weight: Tensor,
+    bias: Tensor,
+) -> Tensor:  # fmt: skip
+    rate = (a0.to(a.dtype) + a).sigmoid()
+    key = k * (1 + (rate - 1) * k_a)
+    return group_norm_by_torch(y, weight, bias, 64e-5) + (r * key * r_k).sum(-1, keepdim=True) * v
+
+
+@dsf.tokenwise(by_torch=_read_by_torch)
+def read(
+    y: Key, r: Key, k: Key, v: Key, a: Key, a0: Param[Key], k_a: Param[Key], r_k: Param[Key], weight: Param[Key],
+    bias: Param[Key],
+) -> Expr:  # fmt: skip
+    """What the layer makes of y without a gate: its norm and the bonus."""
+    return _read(y, r, k, v, a, a0, k_a, r_k, weight, bias)
+
+
+@dsf.tokenwise(by_torch=lambda *given: _read_by_torch(*given[:-1]) * given[-1])
+def gated_read(
+    y: Key, r: Key, k: Key, v: Key, a: Key, a0: Param[Key], k_a: Param[Key], r_k: Param[Key], weight: Param[Key],
+    bias: Param[Key], gate: Key,
+) -> Expr:  # fmt: skip
+    """The same, times the gate."""
+    return _read(y, r, k, v, a, a0, k_a, r_k, weight, bias) * gate
 
 
 class RWKV7(TimeMix):
@@ -52,7 +97,7 @@ class RWKV7(TimeMix):
     Left out: the channel-mixing block. bare: no token shift, no gate.
     """
 
-    recurrence = rwkv7_rate
+    recurrence = rwkv7_layer
     x_r: Tensor
     w0: Tensor
     w1: Tensor
@@ -143,31 +188,30 @@ class RWKV7(TimeMix):
             if v_first is None:
                 raise InputError("RWKV7: value_residual needs v_first= [B, T, d_model], the first layer's values")
             v = v + (v_first - v) * (self.v0 + x_v @ self.v1 @ self.v2).sigmoid()
-        kappa = F.normalize(self._heads(k * self.k_k), dim=-1)
-        rate = (a + self.a0.to(a.dtype)).sigmoid().flatten(2)
-        k = k * (1 + (rate - 1) * self.k_a)
         # under autocast the maps gave a shorter type, and what was multiplied by parameters since is float32
-        k, v, kappa = (part.to(r.dtype) for part in (k, v, kappa))
-        inputs = {"r": self._heads(r), "w": self._heads(w), "k": self._heads(k), "v": self._heads(v)}
-        inputs |= {"kappa": kappa, "a": a}
+        inputs = {
+            "r": self._heads(r),
+            "w": self._heads(w),
+            "k": self._heads(k),
+            "v": self._heads(v.to(r.dtype)),
+            "a": a,
+        }
         for x in x_g:
             inputs["gate"] = (x @ self.g1).sigmoid() @ self.g2
-        return {**inputs, "w0": self.w0, "a0": self.a0}
+        return {**inputs, "w0": self.w0, "a0": self.a0, "k_k": self._heads(self.k_k), "k_a": self._heads(self.k_a)}
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.dims[0], -1))
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
         gate = (inputs.pop("gate"),) if self.gated else ()
-        return (inputs["r"] * inputs["k"], inputs["v"], *gate)
+        return (*(inputs[name] for name in "rkva"), *gate)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        read, v, *gates = side
-        bonus = (read * self.r_k).sum(-1, keepdim=True) * v
-        y = group_norm(y, self.ln_weight, self.ln_bias, eps=64e-5) + bonus.flatten(2)
-        for gate in gates:
-            y = y * gate
-        return self.output(y)
+        fixed = self.a0, self._heads(self.k_a), self.r_k, self._heads(self.ln_weight), self._heads(self.ln_bias)
+        known = y, *side[:4], *fixed
+        y = gated_read(*known, self._heads(side[4])) if self.gated else read(*known)
+        return self.output(y.flatten(2))
 
 
 def default_ranks(d_model: int) -> tuple[int, int, int, int]:

@@ -2,6 +2,7 @@
 
 import torch
 
+from dsf.call import tokenwise
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
@@ -53,3 +54,11 @@ def mixing():
     pull(rotary(q, k, angle, angle, 0.5, "triton"), [q, k])
     x, other, shares = tensor(2, 2048, 256), tensor(2, 2048, 256), [tensor(256) for _ in range(6)]
     pull(token_mixtures(x, other, shares, "triton"), [x, other, *shares])
+
+
+def readouts():
+    """What layers declare of a token's own numbers."""
+    sizes = {"B": 2, "T": 2048, "H": 4, "N": 64}
+    for function in tokenwise._known.values():
+        given = [tensor(*(sizes[a] for a in i.kind.layout())) for i in function.inputs]
+        pull([function(*given, backend="triton")], given)

@@ -20,7 +20,7 @@ import scan_family as scans
 import torch
 from fourier_family import OWN
 from interpreted import INTERPRETED
-from layer_family import convolution, convolution_over_ranks, convolution_step, mixing, norms, pull, tensor
+from layer_family import convolution, convolution_over_ranks, convolution_step, mixing, norms, pull, readouts, tensor
 
 import dsf
 from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, mixers, ratio, sigmoid, tanh, turn
@@ -245,6 +245,7 @@ FAMILIES = {
             "driven_ratio": of(matrix.driven_ratio),
             "mlstm": of("mlstm"),
             "mlstm, a token": of("mlstm", step),
+            "readouts of layers": readouts,
         },
         ("functions", "pointwise.kernel", "tile"),
     ),

@@ -8,7 +8,7 @@ from dsf import mixers
 
 pytestmark = pytest.mark.gpu
 NAMES = ("deltanet", "gated_deltanet", "gla", "kda", "retnet", "ssd", "hgrn", "hgrn2")
-MORE = ("rg_lru", "rwkv4", "rwkv6", "rwkv7")  # which have other parts around their recurrences
+MORE = ("rg_lru", "rwkv4", "rwkv6", "rwkv7", "mlstm")  # which have other parts around their recurrences
 
 
 def outcome(layer, x, dy):
@@ -38,7 +38,7 @@ def test_a_layer_s_gradients_are_the_definition_s(name, tokens):
             assert error < 1e-4, (n, error)
 
 
-@pytest.mark.parametrize("tokens", [1, 37, 130])
+@pytest.mark.parametrize("tokens", [2, 37, 130])
 @pytest.mark.parametrize("name", MORE)
 def test_a_layer_of_other_parts(name, tokens):
     """Three calls, from weights that are not the initial ones, of which many are zero."""

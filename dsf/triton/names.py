@@ -57,8 +57,8 @@ def register_operators() -> None:
 
 def _print(kind: str, name: str) -> None:
     """Print the programs of one kind for the declaration in `name`. Raises DsfError where none of them has the name."""
-    if kind == "convolution" and name in long.names():
-        return
+    if kind == "tokenwise" or (kind == "convolution" and name in long.names()):
+        return  # dsf.call.tokenwise prints these
     title, _, rest = name.rpartition("-")[0].rpartition("-")
     spec = declared(title or name, rest)
     printers = {

@@ -4,14 +4,18 @@ One file a spec, with functions for dsf.kernels.triton.pointwise.kernel:
 
     prologue   what the scan takes instead of inputs: expressions without a Value axis, in float32
     adjoint    gradients of the inputs of these expressions
+
+A function of a token's own numbers (dsf.call.tokenwise) is printed likewise, with one expression.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dsf.kernels.triton.pointwise.programs import Access, Made
 from dsf.kernels.triton.pointwise.prologue_ops import Prologue
+from dsf.language.annotations import Input
 from dsf.language.expr import KEY, Expr, inputs_of
 from dsf.language.spec import Spec
 from dsf.triton.hoist import Parts
@@ -22,13 +26,33 @@ from dsf.triton.source import Source, file_of
 
 def emit_prologue(spec: Spec, parts: Parts) -> tuple[Source, Prologue]:
     """Source of the kernel before a spec's scan and of its adjoint, and the Prologue that the operators need."""
-    kinds = {i.name: i.kind for i in spec.inputs}
+    about = [
+        f"{as_comment(spec.name)}: made once a token, before the scan.",
+        "",
+        *(f"  {_role(name)} = {as_comment(str(x))}" for name, x in parts.made.items()),
+        *(f"  {_role(x)} in float32" for x in parts.passed),
+    ]
+    return _emit(f"{identifier(spec.name)}_prologue", about, spec.inputs, parts.given)
+
+
+def emit_tokenwise(name: str, inputs: tuple[Input, ...], root: Expr) -> tuple[Source, Prologue]:
+    """The same of a function of a token's own numbers (dsf.call.tokenwise)."""
+    about = [f"{as_comment(name)}: a function of a token's own numbers.", "", f"  made = {as_comment(str(root))}"]
+    made = Expr("input", (), ("made", None), root.axes)
+    return _emit(f"{identifier(name)}_tokenwise", about, inputs, [(made, root)])
+
+
+def _emit(
+    title: str, about: list[str], given_inputs: tuple[Input, ...], outputs: Sequence[tuple[Expr, Expr]]
+) -> tuple[Source, Prologue]:
+    """A file of this name with both functions for outputs (name, expression) of the inputs. about: its first lines."""
+    kinds = {i.name: i.kind for i in given_inputs}
     writer = _Writer(kinds)
-    roots = [x for _, x in parts.given]
+    roots = [x for _, x in outputs]
     nodes = inputs_of(*roots)
     for x in nodes:
         writer.call(x)
-    names = [_role(name) for name, _ in parts.given]
+    names = [_role(name) for name, _ in outputs]
     made = [
         Made(name, KEY in x.axes, False, 1, tuple(sorted({i.attrs[0] for i in inputs_of(x)})))
         for name, x in zip(names, roots, strict=True)
@@ -45,15 +69,8 @@ def emit_prologue(spec: Spec, parts: Parts) -> tuple[Source, Prologue]:
     inputs = tuple(
         Access(name, kind.steps, kind.time, KEY in kind.axes, False) for name, kind in kinds.items() if name in used
     )
-    about = [
-        f"{as_comment(spec.name)}: made once a token, before the scan.",
-        "",
-        *(f"  {_role(name)} = {as_comment(str(x))}" for name, x in parts.made.items()),
-        *(f"  {_role(x)} in float32" for x in parts.passed),
-        "",
-        "Printed by dsf; read by dsf.kernels.triton.pointwise. v1, v2, … are shared parts, dX is the gradient of X.",
-    ]
-    source = Source(f"{identifier(spec.name)}_prologue", file_of(about, (x for x, _ in printed.values())), ())
+    last = "Printed by dsf; read by dsf.kernels.triton.pointwise. v1, v2, … are shared parts, dX is the gradient of X."
+    source = Source(title, file_of([*about, "", last], (x for x, _ in printed.values())), ())
     return source, Prologue(inputs, tuple(made), {name: accesses for name, (_, accesses) in printed.items()})
 
 

@@ -1,0 +1,191 @@
+"""Functions of a token's own numbers, declared like recurrences: what a layer does around its recurrence.
+
+Such a function (a norm of each head, a bonus, gates) is a chain of a dozen torch operators, each of which reads and
+writes whole tensors. Declared in the language's expressions it is printed as one kernel, with one for all gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from dsf.call.calls import allowing, is_transformed
+from dsf.kernels.triton.registry import Registry
+from dsf.language.annotations import Input, kinds_of
+from dsf.language.errors import DsfError, InputError, TraceError
+from dsf.language.expr import KEY, VALUE, Expr, children_first, inputs_of, symbol_of
+from dsf.torch.evaluate import Evaluator
+
+LARGEST = 1024  # most entries of a head in the GPU kernels
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+_known: dict[str, Tokenwise] = {}  # by name and content, as graphs call them
+
+
+@overload
+def tokenwise(function: Callable[..., Any], *, by_torch: Callable[..., Tensor] | None = None) -> Tokenwise: ...
+
+
+@overload
+def tokenwise(
+    function: None = None, *, by_torch: Callable[..., Tensor] | None = None
+) -> Callable[[Callable[..., Any]], Tokenwise]: ...
+
+
+def tokenwise(function: Callable[..., Any] | None = None, *, by_torch: Callable[..., Tensor] | None = None) -> Any:
+    """Declare a function of a token's own numbers, by the annotations and expressions of a recurrence.
+
+    The function returns an expression with a Key axis, or one number a head; no input has a Value axis (annotate
+    channels Key), Steps or pairs, and nothing looks at other tokens. Raises TraceError otherwise.
+
+    by_torch: the same of tensors, for where no kernel runs, if torch has fewer operators for it than the expressions
+    (F.layer_norm for a norm of heads); it may round between them in the inputs' dtype.
+    """
+    return (lambda f: Tokenwise(f, by_torch)) if function is None else Tokenwise(function, by_torch)
+
+
+class Tokenwise:
+    """A declared function of a token's own numbers (`dsf.tokenwise`). expression: what it computes."""
+
+    def __init__(self, function: Callable[..., Any], by_torch: Callable[..., Tensor] | None = None) -> None:
+        kinds, self.given = kinds_of(function), by_torch
+        self.inputs = tuple(Input(name, kind) for name, kind in kinds.items())
+        self.__name__, self.__doc__ = function.__name__, inspect.getdoc(function)
+        root = function(**{name: symbol_of(name, None, kind.axes) for name, kind in kinds.items()})
+        self._check(root)
+        self.expression: Expr = root
+        text = f"{root}\n{[(i.name, str(i.kind)) for i in self.inputs]}"
+        self.key = f"{self.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        _known.setdefault(self.key, self)
+
+    def _check(self, root: Any) -> None:
+        name = self.__name__
+        if not isinstance(root, Expr):
+            raise TraceError(f"{name}: a function of tokens returns an expression, got {type(root).__name__}")
+        for i in self.inputs:
+            if VALUE in i.kind.axes or i.kind.steps is not None or i.kind.pair:
+                raise TraceError(
+                    f"{name}: input `{i.name}` is {i.kind}; functions of tokens take Key, Scalar and Params"
+                )
+        timed = {i.name for i in self.inputs if i.kind.time}
+        if not any(x.attrs[0] in timed for x in inputs_of(root)):
+            raise TraceError(f"{name}: the result depends on no input of tokens")
+        unused = {i.name for i in self.inputs} - {x.attrs[0] for x in inputs_of(root)}
+        if unused:
+            raise TraceError(f"{name}: input `{min(unused)}` is never used; leave it out, or use it")
+        for x in children_first(root):
+            if x.op == "prev" or x.features is not None:
+                raise TraceError(f"{name}: {x} is no function of one token's own numbers")
+
+    def __call__(self, *args: Tensor, backend: str = "auto", **kwargs: Tensor) -> Tensor:
+        """The result [B, T, H, N], or [B, T, H], in the dtype of the first input of tokens.
+
+        Inputs by place or name, as a recurrence takes them: Key [B, T, H, N], Scalar [B, T, H], Param[Key] [H, N],
+        Param[Scalar] [H], of any floating dtypes and strides. backend: "triton" (CUDA tensors, none float64, heads of
+        at most 1,024 entries, no second derivatives; in float32, rounded once), "torch", or "auto". Raises InputError
+        for inputs that do not fit the declaration.
+        """
+        tensors = self._bound(args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            allow()
+        return tokenwise_in_graph(self.key, backend, *tensors)
+
+    def _bound(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> list[Tensor]:
+        """The inputs in their order. Raises InputError."""
+        names = [i.name for i in self.inputs]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) + len(kwargs) != len(names) or set(given) != set(names):
+            raise InputError(f"{self.__name__}: inputs are {', '.join(names)}, each given once")
+        sizes: dict[str, int] = {}
+        for i in self.inputs:
+            shape, layout = given[i.name].shape, i.kind.layout()
+            fits = len(shape) == len(layout)
+            if not fits or any(sizes.setdefault(a, n) != n for a, n in zip(layout, shape, strict=True)):
+                known = ", ".join(f"{a} = {n}" for a, n in sizes.items())
+                raise InputError(
+                    f"{self.__name__}: `{i.name}` has shape {list(shape)}, expected [{', '.join(layout)}] ({known})"
+                )
+        return [given[name] for name in names]
+
+    def on_kernels(self, backend: str, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether the Triton kernels compute it. Raises InputError where they were asked for and cannot."""
+        if backend not in ("auto", "torch", "triton"):
+            raise InputError(f"{self.__name__}: backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
+        if backend == "torch":
+            return False
+        width = max((x.shape[-1] for x, i in zip(tensors, self.inputs, strict=True) if KEY in i.kind.axes), default=1)
+        fits = all(x.dtype in KINDS and x.numel() for x in tensors) and width <= LARGEST
+        if backend == "triton":
+            if not fits:
+                raise InputError(
+                    f"{self.__name__}: the kernels take float32, bfloat16 and float16 and heads of at most {LARGEST}"
+                )
+            return True
+        placed = any(hasattr(x, "device_mesh") for x in tensors)
+        return fits and not placed and not is_transformed(tensors) and _runs(tensors[0].device)
+
+    @functools.cached_property
+    def program(self) -> str:
+        """The name of its printed kernels, which are printed and registered here."""
+        from dsf.kernels.triton.pointwise.tokenwise_ops import TOKENWISE
+        from dsf.triton.print_prologue import emit_tokenwise
+
+        source, known = emit_tokenwise(self.__name__, self.inputs, self.expression)
+        TOKENWISE[self.key] = replace(known, functions=source.module())
+        return self.key
+
+    def evaluated(self, tensors: tuple[Tensor, ...], like: torch.dtype) -> Tensor:
+        """The expression's value by torch's operators, rounded once."""
+        wide = functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+        env, n = {}, 1
+        for i, x in zip(self.inputs, tensors, strict=True):
+            x = x if i.kind.time else x[None, None]
+            n = x.shape[-1] if KEY in i.kind.axes else n
+            x = x.unsqueeze(-1) if KEY in i.kind.axes else x[..., None, None]
+            env[symbol_of(i.name, None, i.kind.axes)] = x.to(wide)
+        found = Evaluator(env, n, 1)(self.expression).squeeze(-1)
+        return (found if KEY in self.expression.axes else found.squeeze(-1)).to(like)
+
+
+def _runs(device: torch.device) -> bool:
+    from dsf.triton.support import refusal
+
+    return device.type == "cuda" and refusal(device) is None
+
+
+def tokenwise_in_graph(key: str, backend: str, *tensors: Tensor) -> Tensor:
+    """A call of the function of that key, as one node of a compiled graph."""
+    function = _known[key]
+    like = next(x.dtype for x, i in zip(tensors, function.inputs, strict=True) if i.kind.time)
+    if not function.on_kernels(backend, tensors):
+        if function.given is not None:
+            return function.given(*tensors).to(like)
+        return function.evaluated(tensors, like)
+    from dsf.kernels.triton.pointwise.tokenwise_ops import tokenwise as run
+
+    found: Tensor = run(list(tensors), function.program, like)
+    return found
+
+
+allow = allowing(tokenwise_in_graph)
+
+
+def _print(kind: str, name: str) -> None:
+    """Print the kernels of a function that a saved graph runs. Raises DsfError where it is not declared here."""
+    if kind != "tokenwise":
+        return
+    if name not in _known:
+        raise DsfError(
+            f"{name.rpartition('-')[0]}: a graph runs this function of tokens, whose declaration this process does not "
+            "have: import the module that declares it (the zoo's: dsf.mixers) before the graph runs"
+        )
+    assert _known[name].program == name
+
+
+Registry.finders.append(_print)

@@ -1,0 +1,166 @@
+"""Functions of a token's own numbers: torch's form, and printed kernels in Triton's interpreter, against float64."""
+
+import pytest
+import torch
+from interpreted import INTERPRETED
+
+import dsf
+from dsf import InputError, Key, Param, Scalar, TraceError, Value, dot, exp, prev, rsqrt, sigmoid, sum_key
+from dsf.call import tokenwise
+from dsf.mixers import ZOO
+
+assert ZOO  # the layers' functions are declared
+BACKENDS = ["torch", *(["triton"] if INTERPRETED else [])]
+
+
+@dsf.tokenwise
+def norm_and_bonus(y: Key, r: Key, k: Key, b: Scalar, gate: Key, weight: Param[Key], u: Param[Key], s: Param[Scalar]):
+    """A layer norm of each head, a bonus and a gate."""
+    centred = y - sum_key(y) / dsf.N
+    normed = centred * rsqrt(dot(centred, centred) / dsf.N + 1e-5) * weight
+    return (normed + dot(r, u * k) * sigmoid(b) * k) * (gate * sigmoid(s * gate))
+
+
+@dsf.tokenwise
+def overlap(q: Key, k: Key, a: Param[Scalar]):
+    """One number a head."""
+    return exp(-a * dot(q - k, q - k))
+
+
+def definition(y, r, k, b, gate, weight, u, s):
+    n = y.shape[-1]
+    normed = torch.nn.functional.layer_norm(y, (n,)) * weight
+    inner = normed + ((r * u * k).sum(-1) * b.sigmoid())[..., None] * k
+    return inner * gate * (s[:, None] * gate).sigmoid()
+
+
+def leaves_of(batch, tokens, heads, n, kind=torch.float32):
+    """Inputs; the gate lies as a part of a projection."""
+    key, scalar = (batch, tokens, heads, n), (batch, tokens, heads)
+    shapes = [key, key, key, scalar, (batch, tokens, heads * n + 3), (heads, n), (heads, n), (heads,)]
+    return [torch.randn(s, dtype=torch.float64).to(kind).requires_grad_() for s in shapes]
+
+
+def outcome(run, leaves):
+    y, r, k, b, wider, weight, u, s = leaves
+    found = run(y, r, k, b, wider[..., 3:].unflatten(-1, y.shape[-2:]), weight, u, s)
+    slope = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(found.dtype)
+    return [found, *torch.autograd.grad(found, leaves, slope)]
+
+
+def wide(leaves):
+    return [x.detach().double().requires_grad_() for x in leaves]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 24), (1, 70, 2, 16), (3, 1, 1, 40)], ids=str)
+def test_the_result_and_all_gradients_are_the_definition_s(sizes, backend):
+    leaves, calls = leaves_of(*sizes), []
+    wanted = outcome(definition, wide(leaves))
+    for _ in range(3):
+        calls.append(outcome(lambda *t: norm_and_bonus(*t, backend=backend), leaves))
+        for i, (a, b) in enumerate(zip(calls[-1], wanted, strict=True)):
+            assert a.shape == b.shape and (a.double() - b).abs().max() <= 1e-5 * b.abs().max(), i
+    assert all(torch.equal(a, b) for a, b in zip(*calls[1:], strict=True))
+
+
+def test_float64_is_exact_and_twice_differentiable():
+    leaves = wide(leaves_of(1, 3, 2, 4))
+    for a, b in zip(outcome(norm_and_bonus, leaves), outcome(definition, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    q, k, a = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 2, 3), (1, 2, 2, 3), (2,)))
+    assert torch.autograd.gradcheck(overlap, (q, k, a)) and torch.autograd.gradgradcheck(overlap, (q, k, a))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_is_rounded_once(backend):
+    leaves = leaves_of(2, 40, 2, 32, torch.bfloat16)
+    found = outcome(lambda *t: norm_and_bonus(*t, backend=backend), leaves)
+    for i, (a, b) in enumerate(zip(found, outcome(definition, wide(leaves)), strict=True)):
+        assert a.dtype == torch.bfloat16
+        least = (b.bfloat16().double() - b).abs().mean()
+        assert (a.double() - b).abs().mean() <= (1.5 if backend == "triton" else 3) * least, i
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_number_a_head_and_inputs_that_are_one(backend):
+    q, k = (torch.randn(2, 9, 3, 8, requires_grad=True) for _ in range(2))
+    a = torch.rand(3, requires_grad=True)
+    torch.testing.assert_close(overlap(q, k, a, backend=backend), (-a * (q - k).square().sum(-1)).exp())
+    same = overlap(q, q, a, backend=backend)
+    torch.testing.assert_close(same, torch.ones(2, 9, 3))
+    assert not torch.autograd.grad(same.sum(), q)[0].any()
+    frozen = overlap(q=q, a=a.detach(), k=k.detach(), backend=backend)
+    assert torch.autograd.grad(frozen.sum(), q)[0].shape == q.shape
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, with TRITON_INTERPRET=1")
+def test_the_operator_passes_opcheck_and_refuses_second_derivatives():
+    from dsf.kernels.triton.pointwise import tokenwise_ops
+
+    q, k, a = (torch.randn(s, requires_grad=True) for s in ((2, 3, 2, 8), (2, 3, 2, 8), (2,)))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(tokenwise_ops.tokenwise, ([q, k, a], overlap.program, torch.float32), test_utils=tests)
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(overlap(q, k, a, backend="triton").sum(), q, create_graph=True)
+
+
+def test_compiled_it_is_one_node_of_the_graph():
+    torch.compiler.reset()
+    leaves = leaves_of(1, 5, 2, 8)
+    loss = lambda *t: norm_and_bonus(*t).square().sum()  # noqa: E731
+    given = [x.detach().requires_grad_() for x in leaves[:4]]
+    rest = [torch.randn(1, 5, 2, 8), *leaves[5:]]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        torch.autograd.grad(compiled(*given, *rest), given),
+        torch.autograd.grad(loss(*given, *rest), given),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("key", sorted(tokenwise._known))
+def test_torch_s_own_operators_are_the_expression(key):
+    function = tokenwise._known[key]
+    sizes = {"B": 2, "T": 3, "H": 2, "N": 8}
+    given = [torch.randn([sizes[a] for a in i.kind.layout()], dtype=torch.float64) for i in function.inputs]
+    torch.testing.assert_close(function(*given), function.evaluated(tuple(given), torch.float64))
+    for backend in BACKENDS:
+        found = function(*(x.float() for x in given), backend=backend)
+        torch.testing.assert_close(found.double(), function(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_declarations_that_are_no_functions_of_a_token_are_refused():
+    def two_values(v: Value, k: Key):
+        return v * sum_key(k)
+
+    def earlier(k: Key):
+        return k - prev(k)
+
+    def unused(k: Key, q: Key):
+        return 2 * k
+
+    def fixed(a: Param[Key]):
+        return a * a
+
+    for function, said in (
+        (two_values, "`v` is Value"), (earlier, "no function of one token's own"), (unused, "`q` is never used"),
+        (fixed, "depends on no input of tokens"), (lambda: None, "returns an expression, got NoneType"),
+    ):  # fmt: skip
+        with pytest.raises(TraceError, match=said):
+            dsf.tokenwise(function)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    q, k, a = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8), torch.randn(2)
+    with pytest.raises(InputError, match="inputs are q, k, a, each given once"):
+        overlap(q, k)
+    with pytest.raises(InputError, match="inputs are q, k, a, each given once"):
+        overlap(q, k, q=q)
+    with pytest.raises(InputError, match=r"`k` has shape \[2, 3, 2, 4\], expected \[B, T, H, N\] \(B = 2.*N = 8"):
+        overlap(q, k[..., :4], a)
+    with pytest.raises(InputError, match="'auto', 'torch' and 'triton'"):
+        overlap(q, k, a, backend="cuda")
+    with pytest.raises(InputError, match="at most 1024"):
+        overlap(q.double(), k, a, backend="triton")
