@@ -150,7 +150,7 @@ def mixing_rows(copy):
     for backend, who in (("auto", "ours"), ("torch", "torch")):
         turned = partial(rotary, q, k, cos, sin, 0.3, backend)
         yield "rotary 16x128", who, times_of(turned, [q, k], (4 * one, 8 * one), copy)
-        mixed = partial(token_mixtures, x, other, shares, backend)
+        mixed = partial(token_mixtures, x, other, shares, backend=backend)
         yield "6 mixtures 2048", who, times_of(mixed, [x, other, *shares], (8 * one, 18 * one), copy)
 
 

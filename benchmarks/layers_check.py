@@ -123,12 +123,15 @@ def check_rotary(dtype):
 
 
 def check_mixture(dtype):
-    for batch, tokens, channels, count in ((2, 513, 200, 3), (1, 1, 64, 1), (4, 2048, 2048, 6)):
+    for batch, tokens, channels, count, added in (
+        (2, 513, 200, 3, False), (1, 1, 64, 1, False), (4, 2048, 2048, 6, False), (2, 257, 200, 5, True),
+    ):  # fmt: skip
         leaves = [draw(batch, tokens, channels, dtype=dtype), draw(batch, tokens + 1, channels, dtype=dtype)]
         leaves += [draw(channels, dtype=dtype) for _ in range(count)]
+        leaves += [draw(count, batch, tokens, channels, dtype=dtype) if added else None]
 
-        def run(x, longer, *shares, backend="auto"):
-            return token_mixtures(x, longer[:, :-1], shares, backend)
+        def run(x, longer, *rest, backend="auto"):
+            return token_mixtures(x, longer[:, :-1], rest[:-1], rest[-1], backend)
 
         def exact(*leaves, run=run):
             return run(*leaves, backend="torch")

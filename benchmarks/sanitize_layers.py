@@ -59,7 +59,8 @@ def mixtures(x, other, share):
     """Mixtures of tokens, one and three at once."""
     how = {"backend": backend(x)}
     three = token_mixtures(x, other, [share, share * share, 0.5 * share], **how)
-    return {"one": token_mixtures(x, other, [share], **how)[0], **{f"{i} of three": y for i, y in enumerate(three)}}
+    found = {"one": token_mixtures(x, other, [share], **how)[0], **{f"{i} of three": y for i, y in enumerate(three)}}
+    return found | {"with more": token_mixtures(x, other, [share], x[None], **how)[0]}
 
 
 def readouts(y, r, k, weight):

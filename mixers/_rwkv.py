@@ -42,11 +42,14 @@ class TimeMix(Mixer):
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         return x, (x,)
 
-    def mixtures(self, names: Sequence[str], x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        """x + coefficients · (other - x) for the coefficients of each name; x itself without a token shift."""
+    def mixtures(
+        self, names: Sequence[str], x: Tensor, other: Tensor, more: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """x + coefficients · (other - x) for the coefficients of each name, to which each token adds `more`
+        [names, B, T, d_model]; x itself without a token shift."""
         if self.conv1d is None:
             return (x,) * len(names)
-        return token_mixtures(x, other, [getattr(self, name) for name in names])
+        return token_mixtures(x, other, [getattr(self, name) for name in names], more)
 
 
 def _ladder(size: int, power: float, more: float, rest: bool) -> Tensor:

@@ -76,8 +76,8 @@ class Blocks(Owner):
 def mapped(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
     """What each of the maps makes of x [B, T, H · P]: [B, T, H, P].
 
-    On a GPU as matrix products of whole heads, which read x once, since blocks are too narrow for its matrix units;
-    not where blocks reach from one head into the next.
+    On a GPU as matrix products of whole heads, since blocks are too narrow for its matrix units; not where blocks reach
+    from one head into the next.
     """
     whole = x.is_cuda and x.shape[1] > 1 and len(maps[0].weight) % heads == 0
     return by_head(x, heads, *maps) if whole else by_block(x, heads, *maps)
@@ -91,9 +91,42 @@ def by_block(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
 
 def by_head(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
     """`mapped` by products of whole heads, whose matrices have zeros between blocks."""
-    rows = x.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1)  # [H, B T, P]
-    y = rows @ torch.cat([m.whole(heads) for m in maps], dim=2).to(x.dtype)
-    return list(y.transpose(0, 1).unflatten(0, x.shape[:2]).chunk(len(maps), dim=-1))
+    rows, weights = x.flatten(0, 1).unflatten(-1, (heads, -1)), [m.whole(heads).to(x.dtype) for m in maps]
+    if torch.compiler.is_compiling():
+        found = tuple(_products(rows, w) for w in weights)
+    else:
+        found = _ByHead.apply(rows, *weights)
+    return [y.unflatten(0, x.shape[:2]) for y in found]
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, H, P] times weight [H, P, Q]: [rows, H, Q]; without gradients written as it is read, with no copy."""
+    if torch.is_grad_enabled():
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    found = x.new_empty(*x.shape[:2], weight.shape[2])
+    torch.bmm(x.transpose(0, 1), weight, out=found.transpose(0, 1))
+    return found
+
+
+class _ByHead(torch.autograd.Function):
+    """Several `_products` of the same x, whose gradient is one sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(_products(x, w) for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        dx = _products(given[0], weights[0].mT)
+        for dy, weight in zip(given[1:], weights[1:], strict=True):
+            if torch.is_grad_enabled():
+                dx = dx + _products(dy, weight.mT)
+            else:
+                dx.transpose(0, 1).baddbmm_(dy.transpose(0, 1), weight.mT)
+        rows = x.permute(1, 2, 0)
+        return dx, *(torch.bmm(rows, dy.transpose(0, 1)) for dy in given)
 
 
 class Gates(Owner):

@@ -120,11 +120,10 @@ class RWKV6(TimeMix):
         """What each map sees of a token and the one before."""
         if self.conv1d is None:
             return dict.fromkeys(self.mixed, x)
-        change = last - x
         low = torch.tanh(self.mixtures(("time_maa_x",), x, last)[0] @ self.time_maa_w1)
         moved = torch.einsum("btir,irc->ibtc", low.unflatten(-1, (len(self.mixed), -1)), self.time_maa_w2)
-        names = zip(self.mixed, moved, strict=True)
-        return {name: x + change * (getattr(self, f"time_maa_{name}") + m) for name, m in names}
+        seen = self.mixtures([f"time_maa_{name}" for name in self.mixed], x, last, moved)
+        return dict(zip(self.mixed, seen, strict=True))
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         seen = self._seen(side[0], u)

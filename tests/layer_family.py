@@ -53,7 +53,8 @@ def mixing():
     q, k, angle = tensor(2, 2048, 4, 64), tensor(2, 2048, 2, 64), torch.empty(1, 2048, 32, device="meta")
     pull(rotary(q, k, angle, angle, 0.5, "triton"), [q, k])
     x, other, shares = tensor(2, 2048, 256), tensor(2, 2048, 256), [tensor(256) for _ in range(6)]
-    pull(token_mixtures(x, other, shares, "triton"), [x, other, *shares])
+    for more in (None, tensor(6, 2, 2048, 256)):
+        pull(token_mixtures(x, other, shares, more, "triton"), [x, other, *shares])
 
 
 def readouts():

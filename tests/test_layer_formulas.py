@@ -364,7 +364,9 @@ def test_maps_by_blocks_and_by_heads_are_the_same(tokens):
 
     def ran(way):
         y = torch.stack(way(x, 3, *maps))
-        return y, *torch.autograd.grad(y, leaves, dy)
+        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, retain_graph=True)
+        return y, *torch.autograd.grad(y, leaves, dy), *first, *second
 
     for one, other in zip(ran(module.by_head), ran(module.by_block), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -201,7 +201,7 @@ def test_operators_pass_opcheck():
     angle = torch.randn(1, 3, 4)
     torch.library.opcheck(turn_pairs, (y, gate, angle.cos(), angle.sin(), 0.5, False), test_utils=tests)
     x, other = (t.detach().flatten(2).requires_grad_() for t in (y, gate))
-    torch.library.opcheck(mix_tokens, (x, other, [torch.rand(16, requires_grad=True)] * 2), test_utils=tests)
+    torch.library.opcheck(mix_tokens, (x, other, [torch.rand(16, requires_grad=True)] * 2, None), test_utils=tests)
 
 
 def test_compiled_whole_they_are_the_same():

@@ -9,24 +9,27 @@ from dsf.kernels.mixture import token_mixtures
 BACKENDS = ["torch", *(["triton"] if INTERPRETED else [])]
 
 
-def leaves_of(batch, tokens, channels, count, kind, of_shares):
-    """x; the other, as a slice of something longer lies; shares."""
+def leaves_of(batch, tokens, channels, count, kind, of_shares, added=False):
+    """x; the other, as a slice of something longer lies; what tokens add, where they do; shares."""
     x = torch.randn(batch, tokens, channels, dtype=torch.float64).to(kind)
     longer = torch.randn(batch, tokens + 1, channels + 3, dtype=torch.float64).to(kind)
     shares = [torch.rand(channels, dtype=torch.float64).to(of_shares) for _ in range(count)]
-    return [y.requires_grad_() for y in (x, longer, *shares)]
+    more = [torch.randn(count, batch, tokens, channels + 1, dtype=torch.float64).to(kind)] if added else []
+    return [y.requires_grad_() for y in (x, longer, *more, *shares)]
 
 
 def outcome(run, leaves):
     """The results, and the gradients of x, of what the other lies in, and of the shares."""
     x, longer, *shares = leaves
-    found = run(x, longer[:, :-1, 3:], shares)
+    more = shares.pop(0)[..., 1:] if shares[0].dim() == 4 else None
+    found = run(x, longer[:, :-1, 3:], shares, more)
     slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i, y in enumerate(found)]
     grads = torch.autograd.grad(found, leaves, [s.to(y.dtype) for s, y in zip(slopes, found, strict=True)])
     return [*found, *grads]
 
 
-def definition(x, other, shares):
+def definition(x, other, shares, more):
+    shares = [s + (0 if more is None else more[i]) for i, s in enumerate(shares)]
     return [(1 - s) * x + s * other for s in shares]
 
 
@@ -38,12 +41,13 @@ CASES = [(2, 5, 24, 6), (1, 130, 40, 3), (3, 1, 8, 1), (2, 33, 100, 8)]  # batch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("added", [False, True], ids=["fixed", "by token"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_and_all_gradients_are_the_definitions(case, backend):
-    leaves = leaves_of(*case, torch.float32, torch.float32)
+def test_results_and_all_gradients_are_the_definitions(case, added, backend):
+    leaves = leaves_of(*case, torch.float32, torch.float32, added)
     wanted, calls = outcome(definition, wide(leaves)), []
     for _ in range(3):
-        calls.append(outcome(lambda *t: token_mixtures(*t, backend), leaves))
+        calls.append(outcome(lambda *t: token_mixtures(*t, backend=backend), leaves))
         for a, b in zip(calls[-1], wanted, strict=True):
             assert a.shape == b.shape and (a.double() - b).abs().max() <= 2e-6 * b.abs().max()
     assert all(torch.equal(a, b) for a, b in zip(*calls[1:], strict=True))
@@ -53,7 +57,7 @@ def test_results_and_all_gradients_are_the_definitions(case, backend):
 @pytest.mark.parametrize("of_shares", [torch.bfloat16, torch.float32], ids=str)
 def test_half_precision(of_shares, backend):
     leaves = leaves_of(2, 40, 64, 4, torch.bfloat16, of_shares)
-    found = outcome(lambda *t: token_mixtures(*t, backend), leaves)
+    found = outcome(lambda *t: token_mixtures(*t, backend=backend), leaves)
     assert all(y.dtype == of_shares for y in found[:4])
     assert [g.dtype for g in found[4:]] == [y.dtype for y in leaves]
     for i, (a, b) in enumerate(zip(found, outcome(definition, wide(leaves)), strict=True)):
@@ -64,18 +68,20 @@ def test_half_precision(of_shares, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_token_mixed_with_itself_and_a_share_used_twice(backend):
     x, share = torch.randn(2, 9, 16, requires_grad=True), torch.rand(16, requires_grad=True)
-    a, b = token_mixtures(x, x, [share, share], backend)
+    a, b = token_mixtures(x, x, [share, share], backend=backend)
     torch.testing.assert_close(a, x)
     dx, dshare = torch.autograd.grad((a + 2 * b).sum(), [x, share])
     torch.testing.assert_close(dx, torch.full_like(x, 3.0))
     torch.testing.assert_close(dshare, torch.zeros(16))
-    frozen = token_mixtures(x, 2 * x.detach(), [share.detach(), share], backend)
+    frozen = token_mixtures(x, 2 * x.detach(), [share.detach(), share], backend=backend)
     torch.testing.assert_close(torch.autograd.grad(frozen[0].sum(), x)[0], (1 - share.detach()).expand_as(x))
 
 
 def test_what_does_not_fit_is_refused():
     x, share = torch.randn(2, 3, 8), torch.rand(8)
-    for given in ((x, x[:, :2], [share]), (x, x, [share, share[:1]]), (x[0], x[0], [share])):
+    for given in (
+        (x, x[:, :2], [share]), (x, x, [share, share[:1]]), (x[0], x[0], [share]), (x, x, [share], x),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="sizes do not fit"):
             token_mixtures(*given)
     with pytest.raises(ValueError, match="'auto', 'torch' and 'triton'"):
@@ -88,6 +94,6 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, with TRITON_INTERPRET=1")
 def test_second_derivatives_are_refused():
     x, share = torch.randn(1, 4, 8, requires_grad=True), torch.rand(8)
-    (y,) = token_mixtures(x, 2 * x, [share], "triton")
+    (y,) = token_mixtures(x, 2 * x, [share], backend="triton")
     with pytest.raises(RuntimeError, match="second"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -66,5 +66,5 @@ def rotary(half: int, rows: int) -> Heads:
 def mixture(rows: int, channels: int, backward: bool) -> tuple[int, int, int]:
     """Of mixtures of `rows` tokens: (tokens and channels of a program; warps). Backward a program leaves a row of sums,
     so it has more tokens."""
-    held, block = min(64 if backward else 8, power(rows)), min(64 if backward else 256, power(channels))
-    return held, block, max(1, min(8, held * block // (512 if backward else 256)))
+    held, block = min(64 if backward else 4, power(rows)), min(32 if backward else 512, power(channels))
+    return held, block, max(1, min(4, held * block // 512))
