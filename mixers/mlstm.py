@@ -73,30 +73,27 @@ class Blocks(Owner):
         return torch.einsum("ogj,gji->ogi", rows, self.weight).flatten(1)
 
 
-def mapped(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
-    """What each of the maps makes of x [B, T, H · P]: [B, T, H, P].
+def mapped(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
+    """x [B, T, H · P] times `gates` [out, H · P]: [B, T, out]; and what each of the maps makes of x: [B, T, H, P].
 
     On a GPU as matrix products of whole heads, since blocks are too narrow for its matrix units; not where blocks reach
     from one head into the next.
     """
     whole = x.is_cuda and x.shape[1] > 1 and len(maps[0].weight) % heads == 0
-    return by_head(x, heads, *maps) if whole else by_block(x, heads, *maps)
+    return by_head(x, heads, gates, *maps) if whole else by_block(x, heads, gates, *maps)
 
 
-def by_block(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
+def by_block(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
     """`mapped` by products of the blocks."""
     parts = [torch.einsum("btgi,goi->btgo", x.unflatten(-1, m.weight.shape[:2]), m.weight) for m in maps]
-    return [part.flatten(2).unflatten(-1, (heads, -1)) for part in parts]
+    return [F.linear(x, gates), *(part.flatten(2).unflatten(-1, (heads, -1)) for part in parts)]
 
 
-def by_head(x: Tensor, heads: int, *maps: Blocks) -> list[Tensor]:
+def by_head(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
     """`mapped` by products of whole heads, whose matrices have zeros between blocks."""
     rows, weights = x.flatten(0, 1).unflatten(-1, (heads, -1)), [m.whole(heads).to(x.dtype) for m in maps]
-    if torch.compiler.is_compiling():
-        found = tuple(_products(rows, w) for w in weights)
-    else:
-        found = _ByHead.apply(rows, *weights)
-    return [y.unflatten(0, x.shape[:2]) for y in found]
+    run = _ByHead.forward_alone if torch.compiler.is_compiling() else _ByHead.apply
+    return [y.unflatten(0, x.shape[:2]) for y in run(rows, gates.to(x.dtype), *weights)]
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:
@@ -109,24 +106,31 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _ByHead(torch.autograd.Function):
-    """Several `_products` of the same x, whose gradient is one sum."""
+    """A product with `gates` and several `_products` of the same x, whose gradient is one sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        return tuple(_products(x, w) for w in weights)
+    def forward_alone(x: Tensor, gates: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return x.flatten(1) @ gates.mT, *(_products(x, w) for w in weights)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
-        x, *weights = ctx.saved_tensors
-        dx = _products(given[0], weights[0].mT)
-        for dy, weight in zip(given[1:], weights[1:], strict=True):
-            if torch.is_grad_enabled():
+    def forward(ctx: Any, x: Tensor, gates: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, gates, *weights)
+        return _ByHead.forward_alone(x, gates, *weights)
+
+    @staticmethod
+    def backward(ctx: Any, dgated: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        x, gates, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx = (dgated @ gates).view_as(x)
+            for dy, weight in zip(given, weights, strict=True):
                 dx = dx + _products(dy, weight.mT)
-            else:
+        else:
+            dx = _products(given[0], weights[0].mT)
+            for dy, weight in zip(given[1:], weights[1:], strict=True):
                 dx.transpose(0, 1).baddbmm_(dy.transpose(0, 1), weight.mT)
+            dx.flatten(1).addmm_(dgated, gates)
         rows = x.permute(1, 2, 0)
-        return dx, *(torch.bmm(rows, dy.transpose(0, 1)) for dy in given)
+        return dx, dgated.mT @ x.flatten(1), *(torch.bmm(rows, dy.transpose(0, 1)) for dy in given)
 
 
 class Gates(Owner):
@@ -140,15 +144,18 @@ class Gates(Owner):
         self.own("weight", torch.zeros, 2 * n_heads, d_in)
         self.own("bias", _gate_bias, 2 * n_heads, kind="vector")
 
-    def forward(self, u: Tensor, raw: Tensor, q: Blocks, k: Blocks, v: Blocks) -> Tensor:
-        """Of q and k, which the maps of these names make of u [B, T, d_in / 3], and of v, which its map makes of raw.
+    def before(self, q: Blocks, k: Blocks, v: Blocks) -> tuple[Tensor, Tensor]:
+        """Their weights [2 · n_heads, d_in / 3] for what q's and k's maps take and for what v's map takes.
 
-        Returns [B, T, 2 · n_heads], input gates first. Computed from u and raw, with weights that the maps are
-        multiplied into: q, k and v are not copied side by side and read again.
+        They see q, k and v. The maps are multiplied into their weights, so that q, k and v are not copied side by side
+        and read again.
         """
         of_q, of_k, of_v = self.weight.chunk(3, dim=1)
-        seen = F.linear(u.flatten(0, 1), q.before(of_q) + k.before(of_k), self.bias)
-        return torch.addmm(seen, raw.flatten(0, 1), v.before(of_v).mT).unflatten(0, u.shape[:2])
+        return q.before(of_q) + k.before(of_k), v.before(of_v)
+
+    def forward(self, of_u: Tensor, of_raw: Tensor) -> Tensor:
+        """[B, T, 2 · n_heads], input gates first, from the products with both weights; ranks sum them up (`cut`)."""
+        return of_u + of_raw + self.bias.to(of_u.dtype)
 
 
 def _gate_bias(size: int) -> Tensor:
@@ -220,9 +227,10 @@ class MLSTM(Mixer):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, raw = self.dims[0], side[0]
-        q, k = mapped(u, heads, self.q_proj, self.k_proj)
-        (v,) = mapped(raw, heads, self.v_proj)
-        i, f = self.gates(u, raw, self.q_proj, self.k_proj, self.v_proj).chunk(2, -1)
+        seen, seen_raw = self.gates.before(self.q_proj, self.k_proj, self.v_proj)
+        of_u, q, k = mapped(u, heads, seen, self.q_proj, self.k_proj)
+        of_raw, v = mapped(raw, heads, seen_raw, self.v_proj)
+        i, f = self.gates(of_u, of_raw).chunk(2, -1)
         return {"q": q, "k": k, "v": v, "i": i, "f": f}
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:

@@ -360,10 +360,11 @@ def test_rwkv_starts_follow_the_depth_as_in_the_released_code():
 def test_maps_by_blocks_and_by_heads_are_the_same(tokens):
     module = importlib.import_module("dsf.mixers.mlstm")
     maps, x = [moved(module.Blocks(6, 4)) for _ in range(2)], torch.randn(3, tokens, 24, requires_grad=True)
-    leaves, dy = [x, *(m.weight for m in maps)], torch.randn(2, 3, tokens, 3, 8)
+    gates, dy = torch.randn(5, 24, requires_grad=True), torch.randn(3, tokens, 5 + 2 * 24)
+    leaves = [x, gates, *(m.weight for m in maps)]
 
     def ran(way):
-        y = torch.stack(way(x, 3, *maps))
+        y = torch.cat([part.flatten(2) for part in way(x, 3, gates, *maps)], dim=-1)
         first = torch.autograd.grad(y, leaves, dy, create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, retain_graph=True)
         return y, *torch.autograd.grad(y, leaves, dy), *first, *second
