@@ -77,6 +77,20 @@ def test_a_token_mixed_with_itself_and_a_share_used_twice(backend):
     torch.testing.assert_close(torch.autograd.grad(frozen[0].sum(), x)[0], (1 - share.detach()).expand_as(x))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("added", [False, True], ids=["fixed", "by token"])
+def test_compiled_they_are_the_same(added, backend):
+    torch.compiler.reset()
+    leaves = leaves_of(1, 6, 16, 3, torch.float32, torch.float32, added)
+
+    def run(x, other, shares, more):
+        return token_mixtures(x, other, shares, more, backend)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(outcome(compiled, leaves), outcome(run, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_what_does_not_fit_is_refused():
     x, share = torch.randn(2, 3, 8), torch.rand(8)
     for given in (

@@ -91,6 +91,21 @@ def test_queries_that_are_the_keys(backend):
     assert not du[..., 16:].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_it_is_the_same(backend):
+    torch.compiler.reset()
+    u, q, k, cos, sin = drawn(2, 6, (2, 1), 8, 1, torch.float32)
+    cut = q.shape[2] * q.shape[3]
+
+    def loss(u):
+        q, k = u[..., :cut].unflatten(-1, (-1, 8)), u[..., cut:-8].unflatten(-1, (-1, 8))
+        return sum(x.sin().sum() for x in rotary(q, k, cos, sin, 0.5, backend))
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for f in (compiled, compiled):
+        torch.testing.assert_close(torch.autograd.grad(f(u), u), torch.autograd.grad(loss(u), u))
+
+
 def test_what_does_not_fit_is_refused():
     q, k, angle = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 1, 8), torch.randn(1, 3, 4)
     for given in (

@@ -105,19 +105,16 @@ def test_the_operator_passes_opcheck_and_refuses_second_derivatives():
         torch.autograd.grad(overlap(q, k, a, backend="triton").sum(), q, create_graph=True)
 
 
-def test_compiled_it_is_one_node_of_the_graph():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_it_is_one_node_of_the_graph(backend):
     torch.compiler.reset()
     leaves = leaves_of(1, 5, 2, 8)
-    loss = lambda *t: norm_and_bonus(*t).square().sum()  # noqa: E731
+    loss = lambda *t: norm_and_bonus(*t, backend=backend).square().sum()  # noqa: E731
     given = [x.detach().requires_grad_() for x in leaves[:4]]
     rest = [torch.randn(1, 5, 2, 8), *leaves[5:]]
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for a, b in zip(
-        torch.autograd.grad(compiled(*given, *rest), given),
-        torch.autograd.grad(loss(*given, *rest), given),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
+    found, wanted = (torch.autograd.grad(f(*given, *rest), given) for f in (compiled, loss))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("key", sorted(tokenwise._known))
@@ -158,6 +155,8 @@ def test_inputs_that_do_not_fit_are_refused():
         overlap(q, k)
     with pytest.raises(InputError, match="inputs are q, k, a, each given once"):
         overlap(q, k, q=q)
+    with pytest.raises(InputError, match="`a` is a float, expected a tensor"):
+        overlap(q, k, 1.0)
     with pytest.raises(InputError, match=r"`k` has shape \[2, 3, 2, 4\], expected \[B, T, H, N\] \(B = 2.*N = 8"):
         overlap(q, k[..., :4], a)
     with pytest.raises(InputError, match="'auto', 'torch' and 'triton'"):

@@ -104,6 +104,9 @@ class Tokenwise:
             raise InputError(f"{self.__name__}: inputs are {', '.join(names)}, each given once")
         sizes: dict[str, int] = {}
         for i in self.inputs:
+            if not isinstance(given[i.name], Tensor):
+                what = type(given[i.name]).__name__
+                raise InputError(f"{self.__name__}: `{i.name}` is a {what}, expected a tensor")
             shape, layout = given[i.name].shape, i.kind.layout()
             fits = len(shape) == len(layout)
             if not fits or any(sizes.setdefault(a, n) != n for a, n in zip(layout, shape, strict=True)):
