@@ -97,7 +97,11 @@ def running_maximum(
     if KEY not in spec.gain_axes:
         log = log.amax(-2, keepdim=True)
     gain = gain.expand(*torch.broadcast_shapes(gain.shape, log.shape))
-    drift = log.expand_as(gain).cumsum(1)
+    if log.shape[1] == 1:  # of Params: the same every row
+        rows = torch.arange(1, gain.shape[1] + 1, dtype=log.dtype, device=log.device)
+        drift = log * rows.view(-1, 1, 1, 1)
+    else:
+        drift = log.expand_as(gain).cumsum(1)
     first = first.expand_as(gain[:, 0])
     after = drift + torch.maximum(torch.cummax(gain - drift, dim=1).values, first.unsqueeze(1))
     return torch.cat([first.unsqueeze(1), after[:, :-1]], dim=1), after
