@@ -1,5 +1,7 @@
 """Functions of a token's own numbers: torch's form, and printed kernels in Triton's interpreter, against float64."""
 
+import gc
+
 import pytest
 import torch
 from interpreted import INTERPRETED
@@ -141,12 +143,35 @@ def test_declarations_that_are_no_functions_of_a_token_are_refused():
     def fixed(a: Param[Key]):
         return a * a
 
+    def sized(k: Key):
+        return k * dsf.P
+
     for function, said in (
-        (two_values, "`v` is Value"), (earlier, "no function of one token's own"), (unused, "`q` is never used"),
+        (sized, "P is the size of the Value axis"), (two_values, "`v` is Value"),
+        (earlier, "no function of one token's own"), (unused, "`q` is never used"),
         (fixed, "depends on no input of tokens"), (lambda: None, "returns an expression, got NoneType"),
     ):  # fmt: skip
         with pytest.raises(TraceError, match=said):
             dsf.tokenwise(function)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_that_differ_little_are_not_one_and_end_with_their_last_name(backend):
+    def scaled(factor):
+        @dsf.tokenwise
+        def times(k: Key):
+            return k * factor
+
+        return times
+
+    k = torch.ones(1, 2, 1, 4)
+    a, b, same = scaled(1 / 3), scaled(1 / 3 + 1e-7), scaled(1 / 3)
+    assert a.key == same.key != b.key
+    assert float(b(k, backend=backend)[0, 0, 0, 0]) > float(a(k, backend=backend)[0, 0, 0, 0])
+    keys = {a.key, b.key}
+    del a, b, same
+    gc.collect()
+    assert not keys & set(tokenwise._known)
 
 
 def test_inputs_that_do_not_fit_are_refused():

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, overload
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dsf.torch.evaluate import Evaluator
 
 LARGEST = 1024  # most entries of a head in the GPU kernels
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-_known: dict[str, Tokenwise] = {}  # by name and content, as graphs call them
+_known: WeakValueDictionary[str, Tokenwise] = WeakValueDictionary()  # by name and content, as graphs call them
 
 
 @overload
@@ -60,9 +61,9 @@ class Tokenwise:
         root = function(**{name: symbol_of(name, None, kind.axes) for name, kind in kinds.items()})
         self._check(root)
         self.expression: Expr = root
-        text = f"{root}\n{[(i.name, str(i.kind)) for i in self.inputs]}"
+        text = repr(([(i.name, str(i.kind)) for i in self.inputs], _content(root)))
         self.key = f"{self.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        _known.setdefault(self.key, self)
+        _known[self.key] = self
 
     def _check(self, root: Any) -> None:
         name = self.__name__
@@ -82,6 +83,10 @@ class Tokenwise:
         for x in children_first(root):
             if x.op == "prev" or x.features is not None:
                 raise TraceError(f"{name}: {x} is no function of one token's own numbers")
+            if x.op == "size" and x.attrs[0] == VALUE:
+                raise TraceError(
+                    f"{name}: P is the size of the Value axis, which functions of tokens lack; N is the Key's"
+                )
 
     def __call__(self, *args: Tensor, backend: str = "auto", **kwargs: Tensor) -> Tensor:
         """The result [B, T, H, N], or [B, T, H], in the dtype of the first input of tokens.
@@ -154,6 +159,13 @@ class Tokenwise:
             env[symbol_of(i.name, None, i.kind.axes)] = x.to(wide)
         found = Evaluator(env, n, 1)(self.expression).squeeze(-1)
         return (found if KEY in self.expression.axes else found.squeeze(-1)).to(like)
+
+
+def _content(root: Expr) -> list[Any]:
+    """An expression by its nodes, each by the places of its operands."""
+    nodes = children_first(root)
+    places = {x: i for i, x in enumerate(nodes)}
+    return [(x.op, [places[a] for a in x.args], x.attrs, sorted(x.axes)) for x in nodes]
 
 
 def _runs(device: torch.device) -> bool:

@@ -40,7 +40,7 @@ def mix_forward(
     ok = (r < rows)[:, None] & (c < C)
     a = tl.load(x + _at(x_batch, x_stride, r, c, T), mask=ok, other=0.0).to(tl.float32)
     change = tl.load(other + _at(o_batch, o_stride, r, c, T), mask=ok, other=0.0).to(tl.float32) - a
-    own = _at(T * C, C, r, c, T)
+    own = (r.to(tl.int64) * C)[:, None] + c
     for i in tl.static_range(COUNT):
         share = _share(shares, of_more, i, r, c, ok, T, C)
         tl.store(outs[i] + own, (a + change * share).to(outs[i].dtype.element_ty), mask=ok)
@@ -65,7 +65,7 @@ def mix_backward(
     ok = (r < rows)[:, None] & (c < C)
     a = tl.load(x + _at(x_batch, x_stride, r, c, T), mask=ok, other=0.0).to(tl.float32)
     change = tl.load(other + _at(o_batch, o_stride, r, c, T), mask=ok, other=0.0).to(tl.float32) - a
-    own = _at(T * C, C, r, c, T)
+    own = (r.to(tl.int64) * C)[:, None] + c
     all_of, moved = tl.zeros((R, BC), tl.float32), tl.zeros((R, BC), tl.float32)
     to = sums + part.to(tl.int64) * (COUNT * C) + tl.program_id(1) * BC + tl.arange(0, BC)
     for i in tl.static_range(COUNT):
