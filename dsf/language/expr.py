@@ -72,7 +72,8 @@ class Expr:
     ("exp" for infinite ones, "taylor2" …).
     """
 
-    __slots__ = ("__weakref__", "args", "attrs", "axes", "features", "op")
+    __slots__ = ("__weakref__", "_below", "args", "attrs", "axes", "features", "op")
+    _below: tuple[Expr, ...]  # what dsf.torch.evaluate computes first
     op: str
     args: tuple[Expr, ...]
     attrs: tuple[Any, ...]

@@ -53,6 +53,15 @@ class _Disturbed(torch.autograd.Function):
         return given[0] * back, None, None
 
 
+def _below(root: Expr) -> tuple[Expr, ...]:
+    """The nodes below root that are no constants, each after its operands; kept on root, as every call needs them."""
+    try:
+        return root._below
+    except AttributeError:
+        root._below = tuple(x for x in children_first(root)[:-1] if not x.is_constant)
+        return root._below
+
+
 class Evaluator:
     """Computes expressions in one environment, each node once.
 
@@ -67,10 +76,12 @@ class Evaluator:
 
     def __call__(self, root: Expr) -> Tensor:
         """The value of root, [B|1, T|1, H|1, n, p], of size one along axes that root lacks."""
-        for node in children_first(root):
-            if node not in self.values and not node.is_constant:
+        if root.is_constant or root in self.values:
+            return self._value(root)
+        for node in (*_below(root), root):
+            if node not in self.values:
                 self.values[node] = self._disturb(self._compute(node))
-        return self._value(root)
+        return self.values[root]
 
     @staticmethod
     def _disturb(x: Tensor) -> Tensor:
