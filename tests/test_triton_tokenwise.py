@@ -1,6 +1,8 @@
 """Functions of a token's own numbers: torch's form, and printed kernels in Triton's interpreter, against float64."""
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -172,6 +174,30 @@ def test_functions_that_differ_little_are_not_one_and_end_with_their_last_name(b
     del a, b, same
     gc.collect()
     assert not keys & set(tokenwise._known)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_threads_print_it_and_call_it(backend):
+    @dsf.tokenwise
+    def shifted(k: Key, w: Param[Key]):
+        return sigmoid(k - sum_key(k) / dsf.N) * w
+
+    k, w = torch.randn(2, 9, 2, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
+    start, alone = threading.Barrier(2), threading.Lock()
+
+    def first():
+        start.wait()
+        if backend == "triton":
+            assert shifted.program == shifted.key
+        with alone:  # Triton's interpreter runs one kernel at a time
+            y = shifted(k, w, backend=backend)
+            return y, *torch.autograd.grad(y.sum(), [k, w])
+
+    with ThreadPoolExecutor(2) as threads:
+        calls = [f.result() for f in [threads.submit(first) for _ in range(2)]]
+    y = (k - k.mean(-1, keepdim=True)).sigmoid() * w
+    for found in calls:
+        torch.testing.assert_close(found, (y, *torch.autograd.grad(y.sum(), [k, w], retain_graph=True)))
 
 
 def test_inputs_that_do_not_fit_are_refused():

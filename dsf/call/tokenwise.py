@@ -23,6 +23,7 @@ from dsf.language.annotations import Input, kinds_of
 from dsf.language.errors import DsfError, InputError, TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, inputs_of, symbol_of
 from dsf.torch.evaluate import Evaluator
+from dsf.triton.support import refusal
 
 LARGEST = 1024  # most entries of a head in the GPU kernels
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +58,7 @@ class Tokenwise:
     def __init__(self, function: Callable[..., Any], by_torch: Callable[..., Tensor] | None = None) -> None:
         kinds, self.given = kinds_of(function), by_torch
         self.inputs = tuple(Input(name, kind) for name, kind in kinds.items())
+        self._layouts = {name: kind.layout() for name, kind in kinds.items()}  # asked for in every call
         self.__name__, self.__doc__ = function.__name__, inspect.getdoc(function)
         root = function(**{name: symbol_of(name, None, kind.axes) for name, kind in kinds.items()})
         self._check(root)
@@ -103,21 +105,23 @@ class Tokenwise:
 
     def _bound(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> list[Tensor]:
         """The inputs in their order. Raises InputError."""
-        names = [i.name for i in self.inputs]
+        names = self._layouts.keys()
         given = dict(zip(names, args, strict=False)) | kwargs
-        if len(args) + len(kwargs) != len(names) or set(given) != set(names):
+        if len(args) + len(kwargs) != len(names) or given.keys() != names:
             raise InputError(f"{self.__name__}: inputs are {', '.join(names)}, each given once")
         sizes: dict[str, int] = {}
-        for i in self.inputs:
-            if not isinstance(given[i.name], Tensor):
-                what = type(given[i.name]).__name__
-                raise InputError(f"{self.__name__}: `{i.name}` is a {what}, expected a tensor")
-            shape, layout = given[i.name].shape, i.kind.layout()
-            fits = len(shape) == len(layout)
-            if not fits or any(sizes.setdefault(a, n) != n for a, n in zip(layout, shape, strict=True)):
-                known = ", ".join(f"{a} = {n}" for a, n in sizes.items())
+        for name, layout in self._layouts.items():
+            x = given[name]
+            if not isinstance(x, Tensor):
+                raise InputError(f"{self.__name__}: `{name}` is a {type(x).__name__}, expected a tensor")
+            fits = x.dim() == len(layout)
+            for axis, size in zip(layout, x.shape, strict=False):
+                fits = fits and sizes.setdefault(axis, size) == size
+            if not fits:
+                known = ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
+                expected = ", ".join(layout)
                 raise InputError(
-                    f"{self.__name__}: `{i.name}` has shape {list(shape)}, expected [{', '.join(layout)}] ({known})"
+                    f"{self.__name__}: `{name}` has shape {list(x.shape)}, expected [{expected}] ({known})"
                 )
         return [given[name] for name in names]
 
@@ -125,7 +129,7 @@ class Tokenwise:
         """Whether the Triton kernels compute it. Raises InputError where they were asked for and cannot."""
         if backend not in ("auto", "torch", "triton"):
             raise InputError(f"{self.__name__}: backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
-        if backend == "torch":
+        if backend == "torch" or (backend == "auto" and not _runs(tensors[0].device)):
             return False
         width = max((x.shape[-1] for x, i in zip(tensors, self.inputs, strict=True) if KEY in i.kind.axes), default=1)
         fits = all(x.dtype in KINDS and x.numel() for x in tensors) and width <= LARGEST
@@ -136,7 +140,7 @@ class Tokenwise:
                 )
             return True
         placed = any(hasattr(x, "device_mesh") for x in tensors)
-        return fits and not placed and not is_transformed(tensors) and _runs(tensors[0].device)
+        return fits and not placed and not is_transformed(tensors)
 
     @functools.cached_property
     def program(self) -> str:
@@ -169,8 +173,6 @@ def _content(root: Expr) -> list[Any]:
 
 
 def _runs(device: torch.device) -> bool:
-    from dsf.triton.support import refusal
-
     return device.type == "cuda" and refusal(device) is None
 
 
