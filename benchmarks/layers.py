@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from gpu_compile import few_candidates, limit, tune_quickly
 from gpu_matrix import machine, median
-from layers_check import UNIT, angles, check, draw
+from layers_check import UNIT, check, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsf import mixers
 from dsf.kernels.convolution import Piece, short_convolution
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import gated, gated_rms_norm
-from dsf.kernels.rotary import rotary
+from dsf.kernels.rotary import angles, rotary
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 4, 8192, 2048, 16, 128
 OWN_SIZES = ("s6", "s6_negative", "ssd", "longhorn", "longhorn_exact")  # d_state and headdim as their papers have them
@@ -144,7 +144,8 @@ def norm_row(name, copy):
 
 def mixing_rows(copy):
     """Rotary positions of q and k, and six mixtures of a token and the one before."""
-    q, k, (cos, sin) = draw(BATCH, TOKENS, HEADS, HEAD), draw(BATCH, TOKENS, HEADS, HEAD), angles(TOKENS, HEAD // 2)
+    q, k = (draw(BATCH, TOKENS, HEADS, HEAD) for _ in range(2))
+    cos, sin = angles(torch.arange(TOKENS, device="cuda")[None], HEAD, 10000.0)
     x, other, shares = draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH), [draw(WIDTH) for _ in range(6)]
     one = x.numel() * x.element_size()
     for backend, who in (("auto", "ours"), ("torch", "torch")):

@@ -5,7 +5,7 @@ import torch
 from dsf.kernels.convolution import Piece, short_convolution
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import gated, gated_rms_norm
-from dsf.kernels.rotary import rotary
+from dsf.kernels.rotary import angles, rotary
 
 DEVICE = "cuda"
 UNIT = (Piece(2048, 128, 128**-0.5), Piece(2048, 128), Piece(2048))
@@ -95,13 +95,6 @@ def check_norm(dtype):
         yield f"norm {shape}", error(outcome(run, leaves, dtype), outcome(exact, leaves, torch.float64), dtype)
 
 
-def angles(tokens, pairs):
-    """cos and sin [1, T, pairs] of the angles of rotary positions."""
-    rate = 10000.0 ** (-torch.arange(pairs, device=DEVICE) / pairs)
-    angle = torch.arange(tokens, device=DEVICE)[None, :, None] * rate
-    return angle.cos(), angle.sin()
-
-
 def check_rotary(dtype):
     for batch, tokens, heads, fewer, width in (
         (2, 513, 3, 3, 128),
@@ -109,7 +102,7 @@ def check_rotary(dtype):
         (3, 77, 5, 1, 24),
         (4, 2048, 16, 16, 128),
     ):
-        cos, sin = angles(tokens, width // 2)
+        cos, sin = angles(torch.arange(tokens, device=DEVICE)[None], width, 10000.0)
         leaves = [draw(batch, tokens, (heads + fewer) * width + 8, dtype=dtype)]
 
         def run(u, backend="auto", cos=cos, sin=sin, cut=heads * width, width=width):

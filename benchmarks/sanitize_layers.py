@@ -13,7 +13,7 @@ from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convo
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
-from dsf.kernels.rotary import rotary
+from dsf.kernels.rotary import angles, rotary
 from dsf.mixers import get
 from dsf.mixers.mlstm import gated_read as mlstm_read
 from dsf.mixers.rwkv7 import gated_read, read
@@ -41,18 +41,11 @@ def norms(x, weight, gate):
     }  # fmt: skip
 
 
-def angles(x):
-    """cos and sin of an angle a token and pair, without a gradient."""
-    angle = torch.arange(x.shape[1], device=x.device)[None, :, None] / (
-        1 + torch.arange(x.shape[-1] // 2, device=x.device)
-    )
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return angle.to(wide).cos(), angle.to(wide).sin()
-
-
 def turned(q, k):
     """Rotary positions of queries and of fewer keys."""
-    return dict(zip(("q", "k"), rotary(q, k, *angles(q), 0.5, backend(q)), strict=True))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    cos, sin = angles(torch.arange(q.shape[1], device=q.device)[None], q.shape[-1], 100.0, wide)
+    return dict(zip(("q", "k"), rotary(q, k, cos, sin, 0.5, backend(q)), strict=True))
 
 
 def mixtures(x, other, share):

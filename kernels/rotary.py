@@ -14,6 +14,14 @@ from dsf.kernels.convolution import TRITON
 LARGEST = 512  # most pairs of a head in the GPU kernel
 
 
+def angles(positions: Tensor, width: int, base: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, width // 2] of the angles position · base^(-2i / width), for positions [B, T]."""
+    half = width // 2
+    rates = base ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
+    angle = positions.to(dtype)[..., None] * rates
+    return angle.cos(), angle.sin()
+
+
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:

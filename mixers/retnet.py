@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, exp
-from dsf.kernels.rotary import rotary
+from dsf.kernels.rotary import angles, rotary
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
 
@@ -30,14 +30,6 @@ def retnet(q: Key, k: Key, v: Value, slope: Param[Scalar]) -> System:
 def _slopes(heads: int) -> Tensor:
     """-log(1 - 2^(-5-h)) for every head h."""
     return -torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads))))
-
-
-def angles(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, width // 2] of the angles position · base^(-2j/width), for position [B, T]."""
-    half = width // 2
-    turn = base ** (-torch.arange(half, device=position.device, dtype=dtype) / half)
-    angle = position.to(dtype)[..., None] * turn
-    return angle.cos(), angle.sin()
 
 
 class RetNet(Heads):

@@ -43,8 +43,11 @@ def _replaced(k: Expr, a: Expr, a0: Expr, k_a: Expr) -> tuple[Expr, Expr]:
 def rwkv7_layer(
     r: Key, w: Key, k: Key, v: Value, a: Key, w0: Param[Key], a0: Param[Key], k_k: Param[Key], k_a: Param[Key]
 ) -> System:
-    """RWKV-7 without the bonus and with what its layer makes of the keys: kappa, k · k_k at unit length, is not scaled
-    by the learning rate, the key that is written is. w0, a0: the constant parts of decay and learning rate."""
+    """RWKV-7 without the bonus, with what its layer makes of k: what runs there.
+
+    The removal key kappa is k · k_k at unit length; v is written at k (1 + (rate - 1) k_a), where rate is the learning
+    rate. w0, a0: the constant parts of decay and learning rate.
+    """
     rate, key = _replaced(k, a, a0, k_a)
     along = k * k_k
     kappa = along * rsqrt(maximum(dot(along, along), 1e-24))

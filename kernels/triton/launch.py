@@ -53,6 +53,12 @@ def row_strides(x: Tensor) -> tuple[Any, Any]:
     return (None, constant(step)) if x.stride(0) == x.shape[1] * step else (x.stride(0), step)
 
 
+def strided(x: Tensor) -> tuple[Any, ...]:
+    """x with a contiguous last axis, and the strides of the others."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return (x, *x.stride()[:-1])
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
     """Record kernel[grid](*args, **named). args: slots, numbers or structs of these; named: constants.
 

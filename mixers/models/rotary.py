@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsf import KVCache, Packing
 from dsf.call.packing import tensor_of
-from dsf.kernels.rotary import rotary
+from dsf.kernels.rotary import angles, rotary
 from dsf.language.errors import InputError
 from dsf.mixers import MixerState, SoftmaxAttention
 from dsf.mixers._module import Side, Span
@@ -43,9 +43,7 @@ def positions_of(
 def rotation(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, width] in float32 of the angles position · base^(-2i / width) (Su et al., 2104.09864) for both
     entries of pair i; the first one's sin is negated, as `rotate` takes it."""
-    rates = base ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / -width)
-    angles = positions[..., None].to(torch.float32) * rates
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles(positions, width, base)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 

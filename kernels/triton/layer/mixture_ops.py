@@ -9,19 +9,13 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import launch, strided
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.mixture import mix_backward, mix_forward
 from dsf.kernels.triton.layer.norm import sum_weight
 from dsf.kernels.triton.operators import operator
 
 WAY_OUT = "the fused mixtures of tokens; ask for backend='torch', which has them"
-
-
-def _rows(x: Tensor) -> tuple[Any, ...]:
-    """x [B, T, C] with a contiguous last axis, and its other strides."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return (x, *x.stride()[:2])
 
 
 def _settings(x: Tensor, count: int, backward: bool) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -32,20 +26,13 @@ def _settings(x: Tensor, count: int, backward: bool) -> tuple[tuple[int, int], d
     return grid, {"C": channels, "COUNT": count, "R": held, "BC": block, "num_warps": warps}
 
 
-def _more(more: Tensor | None) -> tuple[Any, ...] | None:
-    if more is None:
-        return None
-    more = more if more.stride(-1) == 1 else more.contiguous()
-    return (more, *more.stride()[:3])
-
-
 def _forward(x: Tensor, other: Tensor, shares: Sequence[Tensor], more: Tensor | None) -> list[Tensor]:
     dtype = torch.promote_types(x.dtype, shares[0].dtype)
     outs = [x.new_empty(x.shape, dtype=dtype) for _ in shares]
     grid, settings = _settings(x, len(outs), False)
-    given = tuple(s.contiguous() for s in shares)
+    given, added = tuple(s.contiguous() for s in shares), None if more is None else strided(more)
     launch(
-        mix_forward, grid, _rows(x), _rows(other), given, _more(more), tuple(outs), x.shape[1],
+        mix_forward, grid, strided(x), strided(other), given, added, tuple(outs), x.shape[1],
         x.shape[0] * x.shape[1], **settings,
     )  # fmt: skip
     return outs
@@ -60,9 +47,9 @@ def _backward(
     dshares, dmore = shares[0].new_empty(count, channels), None if more is None else more.new_empty(more.shape)
     grid, settings = _settings(x, count, True)
     sums = x.new_empty(grid[0], count * channels, dtype=torch.float32)
-    given = tuple(s.contiguous() for s in shares)
+    given, added = tuple(s.contiguous() for s in shares), None if more is None else strided(more)
     launch(
-        mix_backward, grid, tuple(dy.contiguous() for dy in dys), _rows(x), _rows(other), given, _more(more),
+        mix_backward, grid, tuple(dy.contiguous() for dy in dys), strided(x), strided(other), given, added,
         (dx, dother, dmore, sums), x.shape[1], x.shape[0] * x.shape[1], **settings,
     )  # fmt: skip
     block = 32 if sums.shape[1] >= 2048 else 8

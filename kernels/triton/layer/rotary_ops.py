@@ -7,21 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import launch, strided
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.rotary import turn_heads
 from dsf.kernels.triton.operators import operator
 
 
-def _rows(x: Tensor) -> tuple[Any, ...]:
-    """x [B, T, H, N] with a contiguous last axis, and its other strides."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return (x, *x.stride()[:3])
-
-
 def _angles(x: Tensor, batch: int) -> tuple[Any, ...]:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, x.stride(0) if x.shape[0] == batch else 0, x.stride(1)
+    x, apart, step = strided(x)
+    return x, apart if x.shape[0] == batch else 0, step
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool) -> tuple[Tensor, Tensor]:
@@ -30,7 +24,7 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: float, back: 
     tile = table.rotary(width // 2, batch * tokens)
     blocks = sum(-(-x.shape[2] // tile.heads) for x in (q, k))
     launch(
-        turn_heads, (-(-batch * tokens // tile.rows), blocks), _rows(q), _rows(k),
+        turn_heads, (-(-batch * tokens // tile.rows), blocks), strided(q), strided(k),
         (*_angles(cos, batch), *_angles(sin, batch)), outs, tokens, batch * tokens, scale,
         q_heads=heads, k_heads=k.shape[2], HALF=width // 2, BACK=back, W=tile.width, R=tile.rows, HEADS=tile.heads,
         num_warps=tile.warps,
