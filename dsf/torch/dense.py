@@ -61,7 +61,7 @@ def run_naive(
         n, p, values, state = p, n, _Transposed(values), state.transpose(-1, -2)
     a, b = [], []
     for step in spec.system.micro_steps:
-        dense = dense_operator(step.A, values, n).expand(batch, tokens, heads, p, n, n)
+        dense = dense_operator(step.A, values, n).expand(batch, tokens, heads, -1, n, n)
         written = values(step.B).expand(batch, tokens, heads, n, p)
         if valid is not None:
             eye = torch.eye(n, dtype=values.dtype, device=values.device)
