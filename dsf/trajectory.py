@@ -227,10 +227,9 @@ class Trajectory:
     def walk(self) -> Iterator[Tensor]:
         """Yield S_t [B, H, N, P] after every token, with one state in memory at a time."""
         problem = self._finite()
-        a = self.transition
         state = problem.zero_state() if self.initial_state is None else self.initial_state
-        for row in range(problem.tokens * problem.micro):
-            state = a.row(row).apply(state) + injection_row(problem, row)
+        for row, move in enumerate(self.transition.each_row(problem.tokens * problem.micro)):
+            state = move.apply(state) + injection_row(problem, row)
             if (row + 1) % problem.micro == 0:
                 yield state
 

@@ -79,13 +79,17 @@ class Transition:
         left, right, cross = (None if x is None else change(x) for x in (self.left, self.right, self.cross))
         return Transition(change(self.decay), left, right, cross)
 
-    def row(self, row: int) -> Transition:
-        """The operator of one row, for leading axes [B, rows, H]; a single row serves all."""
+    def each_row(self, rows: int) -> list[Transition]:
+        """The operators of all rows, for leading axes [B, rows, H]; a single row serves all.
 
-        def at(x: Tensor) -> Tensor:
-            return x[:, row if x.shape[1] > 1 else 0]
-
-        return self._each(at)
+        By unbind, not by indexing: its backward is one stack, not one zero tensor a row.
+        """
+        none = (None,) * rows
+        parts = [
+            none if x is None else x.expand(x.shape[0], rows, *x.shape[2:]).unbind(1)
+            for x in (self.decay, self.left, self.right, self.cross)
+        ]
+        return [Transition(*part) for part in zip(*parts, strict=True)]
 
     def apply(self, state: Tensor) -> Tensor:
         """A S. state: [..., N, P] -> [..., N, P]."""

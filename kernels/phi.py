@@ -20,21 +20,25 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
     problem = problem.factored()
     keys = problem.key  # [B, rows, H, G, N]
     assert keys is not None
-    whole = problem.transition()
     rows, groups = keys.shape[1], keys.shape[3]
-    channels = problem.p if whole.is_per_channel or problem.readout.shape[-1] > 1 else 1
+    channels = problem.p if problem.transition().is_per_channel or problem.readout.shape[-1] > 1 else 1
+    moves, fresh, readouts = problem.transitions(), _fresh(keys, channels), problem.readout.unbind(1)
     batch, heads = problem.leading
     live = keys.new_zeros(batch, heads, problem.n, 0, channels)  # A_i … A_{j+1} key_j for all j so far
     out = []
-    for t in range(problem.tokens):
+    for t, readout in enumerate(readouts):
         if problem.before:
-            out.append(_read(problem.readout[:, t], live, rows * groups))
+            out.append(_read(readout, live, rows * groups))
         for row in range(t * problem.micro, (t + 1) * problem.micro):
-            fresh = keys[:, row].transpose(-1, -2).unsqueeze(-1).expand(-1, -1, problem.n, -1, channels)
-            live = torch.cat([_advance(whole.row(row), live), fresh], dim=-2)
+            live = torch.cat([_advance(moves[row], live), fresh[row]], dim=-2)
         if not problem.before:
-            out.append(_read(problem.readout[:, t], live, rows * groups))
+            out.append(_read(readout, live, rows * groups))
     return torch.stack(out, dim=2), live
+
+
+def _fresh(keys: Tensor, channels: int) -> tuple[Tensor, ...]:
+    """What every row adds to the live columns: keys [B, rows, H, G, N] -> [B, H, N, G, channels] each."""
+    return keys.transpose(-1, -2).unsqueeze(-1).expand(*(-1,) * 5, channels).unbind(1)
 
 
 def response(problem: Problem) -> Tensor:
@@ -47,13 +51,14 @@ def response(problem: Problem) -> Tensor:
     channels = problem.p if problem.readout.shape[-1] == 1 else max(problem.p, problem.readout.shape[-1])
     channels = max(channels, *(1 if x is None else x.shape[-1] for x in (whole.decay, whole.left, whole.cross)))
     batch, heads = problem.leading
+    moves = whole.each_row(rows)
     live = problem.readout.new_zeros(batch, heads, problem.n, rows, channels)  # A_i … A_{j+1} B_j, columns j
     phi = problem.readout.new_zeros(batch, heads, problem.tokens, rows, channels)
     for t in range(problem.tokens):
         if problem.before:
             phi[:, :, t] = (problem.readout[:, t].unsqueeze(-2) * live).sum(2)
         for row in range(t * problem.micro, (t + 1) * problem.micro):
-            live[..., :row, :] = _advance(whole.row(row), live[..., :row, :])
+            live[..., :row, :] = _advance(moves[row], live[..., :row, :])
             live[..., row, :] = injection_row(problem, row)
         if not problem.before:
             seen = live[..., : row + 1, :]
@@ -129,38 +134,43 @@ def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tenso
 def _kernel_across(problem: Problem, initial: Tensor) -> tuple[Tensor, Tensor]:
     """`kernel_matrix` where the readout is along the value axis: y_i = Σ_j (A_i … A_{j+1} key_j) (value_j · C_i)."""
     assert problem.key is not None and problem.value is not None
-    whole, out = problem.transition(), []
+    moves, fresh, out = problem.transitions(), _fresh(problem.key, 1), []
     values = rearrange(problem.value, "b rows h g p -> b h (rows g) p")
     live = problem.key.new_zeros(*problem.leading, problem.n, 0, 1)
 
-    def read_live(t: int) -> Tensor:
-        taken = values[:, :, : live.shape[-2]] @ problem.readout[:, t].transpose(-1, -2)
+    def read_live(readout: Tensor) -> Tensor:
+        taken = values[:, :, : live.shape[-2]] @ readout.transpose(-1, -2)
         return (live.squeeze(-1) @ taken).squeeze(-1)
 
-    for t in range(problem.tokens):
-        before = read_live(t) if problem.before else None
+    for t, readout in enumerate(problem.readout.unbind(1)):
+        before = read_live(readout) if problem.before else None
         for row in range(t * problem.micro, (t + 1) * problem.micro):
-            live = torch.cat([_advance(whole.row(row), live), problem.key[:, row].transpose(-1, -2)[..., None]], dim=-2)
-        out.append(read_live(t) if before is None else before)
+            live = torch.cat([_advance(moves[row], live), fresh[row]], dim=-2)
+        out.append(read_live(readout) if before is None else before)
     from_state, moved = _initial_part(problem, initial)
     return problem.add_skip(torch.stack(out, dim=1) + from_state), live.squeeze(-1) @ values + moved
 
 
 def _initial_part(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
     """C_t A_t … A_1 S_0 for every t, and A_T … A_1 S_0."""
-    whole, out = problem.transition(), []
-    for t in range(problem.tokens):
+    moves, out = problem.transitions(), []
+    for t, readout in enumerate(problem.readout.unbind(1)):
         previous = state
-        for row in range(t * problem.micro, (t + 1) * problem.micro):
-            state = whole.row(row).apply(state)
-        out.append(problem.seen(problem.readout[:, t], previous if problem.before else state))
+        for move in moves[t * problem.micro : (t + 1) * problem.micro]:
+            state = move.apply(state)
+        out.append(problem.seen(readout, previous if problem.before else state))
     return torch.stack(out, dim=1), state
 
 
 def _advance(a: Transition, live: Tensor) -> Tensor:
-    """A applied to the columns live [B, H, N, J, p]; J takes the place of a batch axis, p that of the channels."""
+    """A applied to the columns live [B, H, N, J, p]; J takes the place of a batch axis, p that of the channels.
+
+    Where channels agree, J takes their place.
+    """
     if live.shape[-2] == 0:
         return live
+    if live.shape[-1] == 1:
+        return a.apply(live.squeeze(-1)).unsqueeze(-1)
 
     def lift(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.unsqueeze(2)

@@ -75,6 +75,10 @@ class Problem:
             return Transition(decay, cross=self.cross)
         return Transition(decay, self.full_left(), self.full_right(), self.cross)
 
+    def transitions(self) -> list[Transition]:
+        """The A of every row, one by one, leading axes [B, H]."""
+        return self.transition().each_row(self.tokens * self.micro)
+
     def full_left(self) -> Tensor:
         """left, also when it is tied to key: [B, rows, H, R, N, p]."""
         if self.tie is None:

@@ -17,10 +17,9 @@ from dsf.kernels.problem import Problem
 
 def states_of(problem: Problem, initial: Tensor) -> Tensor:
     """S_0 … S_R of every row: [B, rows + 1, H, N, P]. initial: [B, H, N, P]."""
-    whole, injections = problem.transition(), problem.injection()
     states = [initial]
-    for row in range(problem.tokens * problem.micro):
-        states.append(whole.row(row).apply(states[-1]) + injections[:, row])
+    for move, written in zip(problem.transitions(), problem.injection().unbind(1), strict=True):
+        states.append(move.apply(states[-1]) + written)
     return torch.stack(states, dim=1)
 
 
@@ -29,7 +28,7 @@ def adjoint(problem: Problem, states: Tensor, dy: Tensor, dfinal: Tensor | None 
 
     states: [B, rows + 1, H, N, P] from states_of. dy: [B, T, H, P]. dfinal: [B, H, N, P] or None.
     """
-    whole, micro = problem.transition(), problem.micro
+    whole, micro, moves = problem.transition(), problem.micro, problem.transitions()
     seen = states[:, :-1:micro] if problem.before else states[:, micro::micro]  # [B, T, H, N, P], what y_t reads
     read = problem.readout * dy.unsqueeze(-2)  # C_t dy_tᵀ
     cotangent = torch.zeros_like(states[:, 0]) if dfinal is None else dfinal
@@ -39,7 +38,7 @@ def adjoint(problem: Problem, states: Tensor, dy: Tensor, dfinal: Tensor | None 
         if not problem.before and step == micro - 1:
             cotangent = cotangent + read[:, token]
         cotangents.append(cotangent)
-        cotangent = whole.row(row).apply_transpose(cotangent)
+        cotangent = moves[row].apply_transpose(cotangent)
         if problem.before and step == 0:
             cotangent = cotangent + read[:, token]
     written = torch.stack(cotangents[::-1], dim=1)  # dB of every row [B, rows, H, N, P]

@@ -122,9 +122,9 @@ def test_predicates_say_what_the_shapes_are(case):
         same(whole, torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1)))
 
 
-def test_row_picks_one_row_and_lets_a_single_row_stand_for_all():
+def test_each_row_is_one_row_and_lets_a_single_row_stand_for_all():
     decay, left, right = torch.randn(2, 1, 3, 1, 1), torch.randn(2, 5, 3, 1, 4, 1), torch.randn(2, 5, 3, 1, 4, 1)
-    row = Transition(decay, left, right).row(4)
+    row = Transition(decay, left, right).each_row(5)[4]
     assert torch.equal(row.decay, decay[:, 0]) and torch.equal(row.left, left[:, 4])
     assert torch.equal(row.right, right[:, 4])
 
