@@ -3,11 +3,11 @@
 python benchmarks/gpu_matrix.py [--only gla kda] [--sides ours fla] --json benchmarks/results/gpu_matrix.json [--merge]
 python benchmarks/gpu_matrix.py --page benchmarks/results/gpu_matrix.json --into docs/performance.md   # its table
 
-Public calls in bfloat16, B·T = 32,768 tokens; medians of CUDA-event timings with a cold L2 (tiny rows: the host's clock
-over calls in a row, where launching costs). Peers (dsf.analysis.peers): fla-core, flash-qla, mlstm-kernels, mamba-ssm,
-torch SDPA, each where it is on the path, for at most --limit seconds a row with its autotuner, which times a candidate
-for 8 ms instead of 100. --compile fills Triton's cache on all cores first. --merge keeps the rows of the JSON that are
-not measured now; every row names its run.
+Public calls in bfloat16 (rows named so: in float32, ours alone), B·T = 32,768 tokens; medians of CUDA-event timings
+with a cold L2 (tiny rows: the host's clock over calls in a row, where launching costs). Peers (dsf.analysis.peers):
+fla-core, flash-qla, mlstm-kernels, mamba-ssm, torch SDPA, each where it is on the path, for at most --limit seconds a
+row with its autotuner, which times a candidate for 8 ms instead of 100. --compile fills Triton's cache on all cores
+first. --merge keeps the rows of the JSON that are not measured now; every row names its run.
 Outputs and gradients of ours are compared with float64 by tests/test_gpu_matrix.py; a peer's y with ours here.
 """
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from declared import OWN
@@ -35,7 +35,10 @@ from dsf.mixers import get
 
 @dataclass(frozen=True)
 class Row:
-    """shapes: (heads, N, P); lengths: of sequences; shared: inputs with one head for all; form: what is asked for."""
+    """shapes: (heads, N, P); lengths: of sequences; shared: inputs with one head for all; form: what is asked for.
+
+    dtype: of all inputs.
+    """
 
     recurrence: str
     shapes: tuple[tuple[int, int, int], ...] = ((16, 128, 128),)
@@ -43,6 +46,7 @@ class Row:
     shared: tuple[str, ...] = ()
     batch: int = 0  # 0: 32,768 tokens in all
     form: str = "auto"
+    dtype: str = "bfloat16"
 
 
 BOTH, TINY = ((16, 128, 128), (32, 64, 64)), {"shapes": ((8, 64, 64),), "lengths": (1024,), "batch": 8}
@@ -68,6 +72,8 @@ ROWS = {
     "rows_summed": Row("rows_summed", BOTH),
     "rows_composed": Row("rows_composed", BOTH),
 }
+IN_FLOAT32 = ("identity", "delta", "gated_delta", "scalar", "retnet", "mlstm", "ssd", "gla", "kda", "rwkv7")
+ROWS |= {f"{name}_float32": replace(ROWS[name], lengths=(8192,), dtype="float32") for name in IN_FLOAT32}
 OURS, GRAPH = "ours", "ours, CUDA graph"
 SHARES = {"kda": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "delta": 5, "ssd": 5}  # workers a peer's row, else 2
 
@@ -76,7 +82,7 @@ def recurrence_of(name):
     return OWN[name] if name in OWN else get(name).recurrence
 
 
-def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda"):
+def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda", dtype="bfloat16"):
     """Inputs in the ranges of a trained model, keys of unit length; leaves."""
     out = {}
     for i in recurrence.spec.inputs:
@@ -93,7 +99,7 @@ def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda"):
             x = torch.nn.functional.softplus(x) / 16
         if i.name == "u":
             x = torch.zeros_like(x)
-        out[i.name] = x.to(torch.bfloat16).requires_grad_()
+        out[i.name] = x.to(getattr(torch, dtype)).requires_grad_()
     return out
 
 
@@ -190,7 +196,8 @@ def traffic(recurrence, x):
 def sides_of(row, wanted):
     """Who computes a row: the peers present, then ours, of those that are wanted (all if empty)."""
     ours = [OURS, GRAPH] if row.batch else [OURS]
-    return [who for who in [*ours, *peers_of(row.recurrence)] if not wanted or who in wanted]
+    peers = peers_of(row.recurrence) if row.dtype == "bfloat16" else []
+    return [who for who in [*ours, *peers] if not wanted or who in wanted]
 
 
 def side(who, row, x):
@@ -211,7 +218,7 @@ def time_case(name, case, options, dead):
     row = ROWS[name]
     heads, n, p, tokens, batch = case
     recurrence, clock = recurrence_of(row.recurrence), on_the_host if row.batch else median
-    x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
+    x = draw(recurrence, batch, tokens, heads, n, p, row.shared, dtype=row.dtype)
     with torch.no_grad():
         expected = recurrence(**x)
     for who in sides_of(row, options.sides):
@@ -257,7 +264,7 @@ def run_once(row, who):
             continue
         seen.add(n)
         recurrence = recurrence_of(row.recurrence)
-        x = draw(recurrence, batch, tokens, heads, n, p, row.shared)
+        x = draw(recurrence, batch, tokens, heads, n, p, row.shared, dtype=row.dtype)
         with contextlib.suppress(Unfit):
             call, leaves = side(who, row, x)
             with torch.no_grad():
@@ -368,8 +375,9 @@ def main():
     for name in names:
         for case in cases(ROWS[name]):
             for record in time_case(name, case, options, dead):
-                form = "" if ROWS[name].form == "auto" else f", {ROWS[name].form}"
-                record = {"row": name, "name": ROWS[name].recurrence + form, "run": run} | record
+                told = [ROWS[name].recurrence, ROWS[name].form, ROWS[name].dtype]
+                said = ", ".join(x for x in told if x not in ("auto", "bfloat16"))
+                record = {"row": name, "name": said, "run": run} | record
                 put(data["rows"], record)
                 print({k: round(x, 3) if isinstance(x, float) else x for k, x in record.items()}, flush=True)
                 save()

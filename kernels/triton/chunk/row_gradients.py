@@ -124,6 +124,8 @@ def row_gradients(
                 num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
         else:
+            if not call.delta and common["PRECISION"] == "tf32x3":  # parts of all rows at once: no registers are left
+                common["PRECISION"] = "ieee"
             gradient = Gradient(
                 **common, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal), TERMS=call.terms.kept,
                 STATE_TERMS=call.terms.states, ADJOINT_TERMS=call.terms.kept_adjoints,

@@ -115,8 +115,11 @@ def tiles(
 def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, normal: bool) -> Tiles:
     """The row of the H200, but for its precision."""
     keys, narrow, wide = padded(n), 64, 64 if p <= 64 else 128
-    if dtype != torch.bfloat16:  # operands are multiplied in float32, or tf32
-        return Tiles(32, keys, 32, 4 if keys <= 128 else 8, 2, 64, 8)
+    if dtype != torch.bfloat16:  # operands have 4 bytes
+        if keys > 128:
+            return Tiles(32, keys, 32, 8, 2, 64, 8)
+        narrow = 32 if p <= 32 or (delta and decay in ("scalar", "key")) else narrow
+        return Tiles(32, keys, narrow, 4, 2, 64, 8)
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":
