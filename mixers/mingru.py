@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import dsf
-from dsf import System, Value, sigmoid
+from dsf import System, Value, sigmoid, where
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 
@@ -24,13 +24,22 @@ def mingru(z: Value, h: Value) -> System:
     return System(A=sigmoid(-z), B=sigmoid(z) * h, C=1)
 
 
+@dsf.recurrence
+def mingru_positive(z: Value, h: Value) -> System:
+    """minGRU with candidates above zero, as where the paper computes with logarithms.
+
+    Source: Feng et al. (arXiv 2410.01201), Appendix B. Symbols: z is the pre-activation of the update gate, h that of
+    the candidate g(h) = h + 1/2 for h >= 0, sigmoid(h) below.
+    """
+    return System(A=sigmoid(-z), B=sigmoid(z) * where(h >= 0, h + 0.5, sigmoid(h)), C=1)
+
+
 class MinGRU(Mixer):
     """The minGRU layer: convolution, gate and candidate, recurrence, down-projection.
 
     Source: Feng et al. (arXiv 2410.01201), Section 3.1 and Appendices B and C. One head of expand · d_model channels.
-    positive: candidates go through g(x) = x + 1/2 for x >= 0, sigmoid(x) below, as where the paper computes with
-    logarithms. The convolution (of d_conv taps, without activation) is that of the paper's language models; 0 for
-    none. Linear maps keep torch's default init. bare: no convolution.
+    positive: the recurrence is `mingru_positive`, else `mingru`. The convolution (d_conv taps, without activation) is
+    that of the paper's language models; 0 for none. Linear maps keep torch's default init. bare: no convolution.
     """
 
     recurrence = mingru
@@ -49,7 +58,9 @@ class MinGRU(Mixer):
     ):
         super().__init__(layer_idx)
         d_inner = self.inner(d_model, expand)
-        self.dims, self.positive = (1, 1, d_inner), positive
+        self.dims = (1, 1, d_inner)
+        if positive:
+            self.recurrence = mingru_positive
         self.conv1d = ShortConv(d_model, d_conv, activation=None) if d_conv and not bare else None
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
@@ -65,8 +76,6 @@ class MinGRU(Mixer):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         z, h = self.in_proj(u).unsqueeze(2).chunk(2, dim=-1)
-        if self.positive:
-            h = torch.where(h >= 0, h + 0.5, h.sigmoid())
         return {"z": z, "h": h}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -1,8 +1,9 @@
 """How precise the chunk kernels are: three named choices a row of the tile table, and all that follows from them.
 
-A float32 call needs no choice: its numbers are float32, and products take tf32 or float32. In bfloat16 every operand of
-a product is rounded to 8 bits. A choice says where that is too few, and the number is kept in float32 or float16
-instead, or as the sum of two bfloat16 terms, which makes one product two. docs/kernels/ has what each rounding costs.
+A float32 call needs no choice: its numbers and products are float32, or as good (`tiles.arithmetic`). In bfloat16
+every operand of a product is rounded to 8 bits. A choice says where that is too few, and the number is kept in float32
+or float16 instead, or as the sum of two bfloat16 terms, which makes one product two. docs/kernels/ has what each
+rounding costs.
 """
 
 from __future__ import annotations
