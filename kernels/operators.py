@@ -79,8 +79,12 @@ class Transition:
         left, right, cross = (None if x is None else change(x) for x in (self.left, self.right, self.cross))
         return Transition(change(self.decay), left, right, cross)
 
+    def merged(self, batch: int, heads: int) -> Transition:
+        """The operators with leading axes [B|1, rows, H|1] as [B·H, rows]."""
+        return self._each(lambda x: merged(x, batch, heads))
+
     def each_row(self, rows: int) -> list[Transition]:
-        """The operators of all rows, for leading axes [B, rows, H]; a single row serves all.
+        """The operators of all rows, for leading axes [B, rows, ...]; a single row serves all.
 
         By unbind, not by indexing: its backward is one stack, not one zero tensor a row.
         """
@@ -157,6 +161,11 @@ class Transition:
         left = reduce_to(cotangent.unsqueeze(-3) * written, self.left.shape)
         right = reduce_to(state.unsqueeze(-3) * erased, self.right.shape)
         return Transition(decay, left, right, cross)
+
+
+def merged(x: Tensor, batch: int, heads: int) -> Tensor:
+    """x [B|1, rows, H|1, ...] -> [B·H, rows, ...]: of one leading axis torch multiplies matrices without views."""
+    return x.expand(batch, -1, heads, *(-1,) * (x.dim() - 3)).transpose(1, 2).flatten(0, 1)
 
 
 def swap_pairs(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dsf.kernels.operators import Transition
+from dsf.kernels.operators import Transition, merged
 from dsf.kernels.problem import Problem
 
 
@@ -18,27 +18,37 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
     A dense injection counts as its N key rows: G = N.
     """
     problem = problem.factored()
-    keys = problem.key  # [B, rows, H, G, N]
+    channels = problem.p if _by_channel(problem) else 1
+    return _columns(problem, problem.readout.new_zeros(*problem.leading, problem.n, 0, channels))
+
+
+def _by_channel(problem: Problem) -> bool:
+    """Whether channels see different weights."""
+    return problem.transition().is_per_channel or problem.readout.shape[-1] > 1
+
+
+def _columns(problem: Problem, first: Tensor) -> tuple[Tensor, Tensor]:
+    """`weights` of a factored Problem: of columns `first` [B, H, N, J, p] of a state before it, then of its rows."""
+    lanes, keys = problem.leading, problem.key  # [B, rows, H, G, N]
     assert keys is not None
-    rows, groups = keys.shape[1], keys.shape[3]
-    channels = problem.p if problem.transition().is_per_channel or problem.readout.shape[-1] > 1 else 1
-    moves, fresh, readouts = problem.transitions(), _fresh(keys, channels), problem.readout.unbind(1)
-    batch, heads = problem.leading
-    live = keys.new_zeros(batch, heads, problem.n, 0, channels)  # A_i … A_{j+1} key_j for all j so far
+    width, channels = first.shape[-2] + keys.shape[1] * keys.shape[3], first.shape[-1]
+    moves = problem.transition().merged(*lanes).each_row(keys.shape[1])
+    fresh, readouts = _fresh(merged(keys, *lanes), channels), merged(problem.readout, *lanes).unbind(1)
+    live = first.flatten(0, 1)  # A_i … A_{j+1} key_j for all j so far, [B·H, N, J, p]
     out = []
     for t, readout in enumerate(readouts):
         if problem.before:
-            out.append(_read(readout, live, rows * groups))
+            out.append(_read(readout, live, width))
         for row in range(t * problem.micro, (t + 1) * problem.micro):
             live = torch.cat([_advance(moves[row], live), fresh[row]], dim=-2)
         if not problem.before:
-            out.append(_read(readout, live, rows * groups))
-    return torch.stack(out, dim=2), live
+            out.append(_read(readout, live, width))
+    return torch.stack(out, dim=1).unflatten(0, lanes), live.unflatten(0, lanes)
 
 
 def _fresh(keys: Tensor, channels: int) -> tuple[Tensor, ...]:
-    """What every row adds to the live columns: keys [B, rows, H, G, N] -> [B, H, N, G, channels] each."""
-    return keys.transpose(-1, -2).unsqueeze(-1).expand(*(-1,) * 5, channels).unbind(1)
+    """What every row adds to the live columns: keys [B·H, rows, G, N] -> [B·H, N, G, channels] each."""
+    return keys.transpose(-1, -2).unsqueeze(-1).expand(*(-1,) * 4, channels).unbind(1)
 
 
 def response(problem: Problem) -> Tensor:
@@ -118,52 +128,45 @@ def kernel_matrix(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tenso
     problem = problem.factored()
     if problem.across:
         return _kernel_across(problem, initial)
-    phi, last = weights(problem)
     assert problem.value is not None
     values = rearrange(problem.value, "b rows h g p -> b h (rows g) p")
-    if phi.shape[-1] == 1:
-        y = phi.squeeze(-1) @ values
-        final = last.squeeze(-1) @ values
+    if _by_channel(problem):
+        phi, last = _columns(problem, initial.unsqueeze(-2))  # one column more, which has a number for each channel
+        y = torch.einsum("bhijp,bhjp->bhip", phi[..., 1:, :], values) + phi[..., 0, :]
+        final = torch.einsum("bhnjp,bhjp->bhnp", last[..., 1:, :], values) + last[..., 0, :]
     else:
-        y = torch.einsum("bhijp,bhjp->bhip", phi, values)
-        final = torch.einsum("bhnjp,bhjp->bhnp", last, values)
-    from_state, moved = _initial_part(problem, initial)
-    return problem.add_skip(y.transpose(1, 2) + from_state), final + moved
+        phi, last = (x.squeeze(-1) for x in _columns(problem, initial.unsqueeze(-1)))  # P columns more
+        y, final = (x[..., problem.p :] @ values + x[..., : problem.p] for x in (phi, last))
+    return problem.add_skip(y.transpose(1, 2)), final
 
 
 def _kernel_across(problem: Problem, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """`kernel_matrix` where the readout is along the value axis: y_i = Σ_j (A_i … A_{j+1} key_j) (value_j · C_i)."""
+    """`kernel_matrix` where the readout is along the value axis: y_i = Σ_j (A_i … A_{j+1} key_j) (value_j · C_i).
+
+    S_0's columns are keys of a row before the first, whose values are the unit vectors.
+    """
     assert problem.key is not None and problem.value is not None
-    moves, fresh, out = problem.transitions(), _fresh(problem.key, 1), []
-    values = rearrange(problem.value, "b rows h g p -> b h (rows g) p")
-    live = problem.key.new_zeros(*problem.leading, problem.n, 0, 1)
+    lanes, out = problem.leading, []
+    moves = problem.transition().merged(*lanes).each_row(problem.key.shape[1])
+    fresh, readouts = _fresh(merged(problem.key, *lanes), 1), merged(problem.readout, *lanes).unbind(1)
+    live, unit = initial.flatten(0, 1).unsqueeze(-1), torch.eye(problem.p, dtype=initial.dtype, device=initial.device)
+    values = torch.cat([unit.expand(live.shape[0], -1, -1), merged(problem.value, *lanes).flatten(1, 2)], dim=1)
 
     def read_live(readout: Tensor) -> Tensor:
-        taken = values[:, :, : live.shape[-2]] @ readout.transpose(-1, -2)
+        taken = values[:, : live.shape[-2]] @ readout.transpose(-1, -2)
         return (live.squeeze(-1) @ taken).squeeze(-1)
 
-    for t, readout in enumerate(problem.readout.unbind(1)):
+    for t, readout in enumerate(readouts):
         before = read_live(readout) if problem.before else None
         for row in range(t * problem.micro, (t + 1) * problem.micro):
             live = torch.cat([_advance(moves[row], live), fresh[row]], dim=-2)
         out.append(read_live(readout) if before is None else before)
-    from_state, moved = _initial_part(problem, initial)
-    return problem.add_skip(torch.stack(out, dim=1) + from_state), live.squeeze(-1) @ values + moved
-
-
-def _initial_part(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
-    """C_t A_t … A_1 S_0 for every t, and A_T … A_1 S_0."""
-    moves, out = problem.transitions(), []
-    for t, readout in enumerate(problem.readout.unbind(1)):
-        previous = state
-        for move in moves[t * problem.micro : (t + 1) * problem.micro]:
-            state = move.apply(state)
-        out.append(problem.seen(readout, previous if problem.before else state))
-    return torch.stack(out, dim=1), state
+    y = torch.stack(out, dim=1).unflatten(0, lanes).transpose(1, 2)
+    return problem.add_skip(y), (live.squeeze(-1) @ values).unflatten(0, lanes)
 
 
 def _advance(a: Transition, live: Tensor) -> Tensor:
-    """A applied to the columns live [B, H, N, J, p]; J takes the place of a batch axis, p that of the channels.
+    """A applied to the columns live [..., N, J, p]; J takes the place of a batch axis, p that of the channels.
 
     Where channels agree, J takes their place.
     """
@@ -173,15 +176,16 @@ def _advance(a: Transition, live: Tensor) -> Tensor:
         return a.apply(live.squeeze(-1)).unsqueeze(-1)
 
     def lift(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.unsqueeze(2)
+        return None if x is None else x.unsqueeze(leading)
 
+    leading = live.dim() - 3
     decay = lift(a.decay)
     assert decay is not None
-    moved = Transition(decay, lift(a.left), lift(a.right), lift(a.cross)).apply(live.movedim(3, 2))
-    return moved.movedim(2, 3)
+    moved = Transition(decay, lift(a.left), lift(a.right), lift(a.cross)).apply(live.movedim(-2, leading))
+    return moved.movedim(leading, -2)
 
 
 def _read(readout: Tensor, live: Tensor, columns: int) -> Tensor:
-    """Σ_n C[n] live[n, j]: [B, H, columns, p], zero for writes still to come."""
-    row = (readout.unsqueeze(-2) * live).sum(2)
-    return torch.nn.functional.pad(row, (0, 0, 0, columns - row.shape[2]))
+    """Σ_n C[n] live[n, j]: [B·H, columns, p], zero for writes still to come."""
+    row = (readout.unsqueeze(-2) * live).sum(1)
+    return torch.nn.functional.pad(row, (0, 0, 0, columns - row.shape[1]))
