@@ -143,7 +143,7 @@ def _leaf(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype).requires_grad_()
 
 
-def _inputs(recurrence, batch, tokens, heads, n, p, shared=()):
+def _inputs(recurrence, batch, tokens, heads, n, p, shared=(), dtype="bfloat16"):
     """Inputs that nobody has written, as the benchmarks draw them."""
     found = {}
     for i in recurrence.spec.inputs:
@@ -151,7 +151,7 @@ def _inputs(recurrence, batch, tokens, heads, n, p, shared=()):
         mine = 1 if i.name in shared else heads
         lead = (batch, tokens, mine) if i.kind.time else (mine,)
         wide = heads == 1 and not i.kind.time  # the scans' Params
-        found[i.name] = _leaf(*lead, *sizes, dtype=torch.float32 if wide else torch.bfloat16)
+        found[i.name] = _leaf(*lead, *sizes, dtype=torch.float32 if wide else getattr(torch, dtype))
     return found
 
 
@@ -163,7 +163,7 @@ def rows() -> Iterator:
         recurrence = recurrence_of(row.recurrence)
         for heads, n, p in row.shapes:
             for tokens in row.lengths:
-                x = _inputs(recurrence, row.batch or 32_768 // tokens, tokens, heads, n, p, row.shared)
+                x = _inputs(recurrence, row.batch or 32_768 // tokens, tokens, heads, n, p, row.shared, row.dtype)
                 how = {"backend": "triton", "form": row.form}
                 yield f"{name} {heads}x{n}x{p} {tokens}", lambda f=recurrence, x=x, how=how: f(**x, **how), x.values()
     for name, (recurrence, n, _) in SCANS.items():
