@@ -53,8 +53,16 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield private.tensor_of(x)
 
 
-def _tf32(x: np.ndarray) -> np.ndarray:
-    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+def _tf32(x: np.ndarray, half: int = 0) -> np.ndarray:
+    """x cut to tf32's digits; half 0x1000: rounded to them."""
+    return ((np.ascontiguousarray(x).view(np.uint32) + np.uint32(half)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _in_two(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The two tf32 numbers whose sum Triton takes for a float32 number in tf32x3."""
+    first = _tf32(x, 0x1000)
+    with np.errstate(invalid="ignore"):  # infinity less itself
+        return first, _tf32(x - first)
 
 
 def install() -> None:
@@ -108,6 +116,11 @@ def _cut_tf32() -> None:
     def product(self: Any, x: Any, y: Any, added: Any, precision: Any, imprecise: Any) -> Any:
         if x.data.dtype == np.float32 and precision == private.TF32:
             x, y = (private.Handle(_tf32(z.data), tl.float32) for z in (x, y))
+        if x.data.dtype == np.float32 and precision == private.TF32_TIMES_3:
+            (a, a_rest), (b, b_rest) = _in_two(x.data), _in_two(y.data)
+            rest = np.matmul(a_rest, b) + np.matmul(a, b_rest)
+            more = np.where(np.isnan(rest), np.float32(0), rest)  # what is not finite is in the first product
+            x, y, added = (private.Handle(z, tl.float32) for z in (a, b, added.data + more))
         return dot(self, x, y, added, precision, imprecise)
 
     setattr(*private.DOT, product)

@@ -9,6 +9,7 @@ import hurried
 import mixer_inputs
 import numpy as np
 import pytest
+import strict
 import torch
 import triton
 import triton.language as tl
@@ -131,7 +132,10 @@ def test_products_of_bfloat16_are_summed_in_float32() -> None:
     torch.testing.assert_close(z, (x.double() @ y.double()).float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("precision", "low", "high"), [("tf32", 1e-4, 2e-3), ("ieee", 0.0, 1e-6)])
+BOUNDS = [("tf32", 1e-4, 2e-3), ("tf32x3", 0.0, 1e-6), ("ieee", 0.0, 1e-6)]
+
+
+@pytest.mark.parametrize(("precision", "low", "high"), BOUNDS)
 def test_products_in_tf32_cut_operands_off(precision: str, low: float, high: float) -> None:
     x, y = torch.rand(2, 16, 16)
     z = torch.empty(16, 16)
@@ -139,6 +143,18 @@ def test_products_in_tf32_cut_operands_off(precision: str, low: float, high: flo
     exact = x.double() @ y.double()
     error = ((z - exact).abs() / exact).max().item()
     assert low < error < high
+
+
+def test_a_float32_number_is_the_sum_of_two_tf32_numbers_in_tf32x3() -> None:
+    x, y = torch.randn(2, 16, 16) * 2.0 ** torch.arange(-8, 8)
+    first, second = (torch.from_numpy(part) for part in strict._in_two(x.numpy()))
+    assert all((part.view(torch.int32) & 0x1FFF == 0).all() for part in (first, second))
+    assert ((x.double() - first.double() - second.double()).abs() <= x.abs().double() * 2.0**-21).all()
+    assert (second != 0).any()
+    x[0, 0], y[1, 1], z = math.inf, math.nan, torch.empty(16, 16)
+    multiplied[(1,)](x, y, z, SIZE=16, PRECISION="tf32x3")
+    exact = x @ y
+    assert torch.equal(z.isnan(), exact.isnan()) and torch.equal(z.isinf(), exact.isinf())
 
 
 DTYPES = (tl.int1, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))

@@ -22,7 +22,7 @@ __all__ = ["active_mode"]
 Place = tuple[Any, str]
 
 Handle, Builder, Semantic = interpreter.TensorHandle, interpreter.InterpreterBuilder, TritonSemantic
-TF32 = interpreter._ir.INPUT_PRECISION.TF32
+TF32, TF32_TIMES_3 = (getattr(interpreter._ir.INPUT_PRECISION, x) for x in ("TF32", "TF32x3"))
 
 # Of a launch.
 ARGUMENTS: Place = (interpreter.GridExecutor, "_init_args_hst")

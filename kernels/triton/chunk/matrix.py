@@ -92,7 +92,7 @@ class _Call:
         self.plane = self.lanes * self.length
         self.decay = 0 if g is None or self.keywise else (1 if log else 2)
         self.scaled, self.read = (int(x is not None or self.decay == 2) for x in (s, c))  # decay 2: they carry signs
-        kind, precision = arithmetic(q.dtype, self.delta or normal is not None, self.tiles.keys)
+        kind, precision = arithmetic(q.dtype, self.delta or normal is not None, self.tiles.exact)
         self.fine = precision != "tf32"
         exponents = self.decay == 1 and not (self.delta or self.fine)  # where exponents have enough digits
         if traits.positive and s is not None and exponents:

@@ -63,7 +63,7 @@ class _Call:
         self.levels = self.chunk.bit_length() - 1
         self.at_once = -floor * self.chunk <= SPAN * group  # one row of a group has a decay
         self.exact = floor == 0.0  # no decays: where keys repeat, the roundings of a whole chunk add up
-        kind, precision = arithmetic(q.dtype, True, self.tiles.keys)
+        kind, precision = arithmetic(q.dtype, True, self.tiles.exact)
         self.sizes = Sizes(self.tokens, constant(heads), self.length, None)
         self.common = self.n, self.p, self.chunk, self.levels, self.at_once, self.terms.keys, kind, precision, group
         self.block = self.tiles.gradient_keys  # as many where there are fewer: narrower ones were seen wrong

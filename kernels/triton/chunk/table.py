@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -38,6 +39,7 @@ class Tiles:
     values are loaded into registers a chunk early, where shared memory has no room for a third stage; late: a chunk's y
     is stored while the next chunk's rows are loaded, so that a walk of two stages does not wait for both in turn. It
     pays where two programs share a processor.
+    exact: how products of float32 numbers are made (`tiles.arithmetic`).
     sum_stages: of the sums of pieces of T. prepare_warps: of the preparation where decays differ by key.
     Gradients. gradient_piece: channels of a program; gradient_keys: its keys, where decays differ by key;
     gradient_roles: programs for a chunk (2: one for reads, one for writes); gradient_heads: the most heads with the
@@ -73,6 +75,7 @@ class Tiles:
     entry_piece: int | None = None
     late: bool = False
     sum_stages: int = 2
+    exact: Literal["ieee", "tf32x3"] = "ieee"
 
 
 def padded(size: int) -> int:
@@ -109,7 +112,7 @@ def tiles(
         )
     if found.keys > 128:
         return replace(found, chunk=16, piece=16, gradient_piece=min(32, found.gradient_piece))
-    return found
+    return replace(found, piece=32, exact="ieee")
 
 
 def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, normal: bool) -> Tiles:
@@ -119,7 +122,7 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, normal: bo
         if keys > 128:
             return Tiles(32, keys, 32, 8, 2, 64, 8)
         narrow = 32 if p <= 32 or (delta and decay in ("scalar", "key")) else narrow
-        return Tiles(32, keys, narrow, 4, 2, 64, 8)
+        return Tiles(32, keys, narrow, 4, 2, 64, 8, exact="tf32x3")
     if keys > 128:
         return Tiles(32, keys, narrow, 8, 2, wide, 8)
     if decay == "rank_one":

@@ -70,21 +70,21 @@ class Chunked(Config):
         return self.PRECISION != "tf32"
 
 
-def arithmetic(dtype: torch.dtype, cancels: bool, keys: int) -> tuple[Any, str]:
-    """(dtype of operands, precision) of matrix products for inputs of `dtype` and a state of `keys` rows, padded.
+def arithmetic(dtype: torch.dtype, cancels: bool, exact: str) -> tuple[Any, str]:
+    """(dtype of operands, precision) of matrix products for inputs of `dtype`.
 
     float16 inputs take tf32, which has as many digits and float32's range. cancels: results may nearly cancel, as with
     corrections and quotients; float16 inputs then take what float32 ones do (and bfloat16 operands two terms).
 
-    float32 inputs take tf32x3: a number is the sum of two of tf32's, and tensor cores make three of the four products.
-    That errs as float32 does and is several times as fast as float32's own products (ieee), which no tensor core makes.
-    Blocks of more than 128 keys have no room for the second numbers.
+    float32 inputs take `exact`. tf32x3: a number is the sum of two of tf32's, and tensor cores make three of the four
+    products. That errs as float32 does and is several times as fast as float32's own (ieee), which no tensor core has.
+    More than 128 keys, and GPUs of less shared memory, have no room for the second numbers.
     """
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
     if dtype == torch.float16 and not cancels:
         return tl.float32, "tf32"
-    return tl.float32, "tf32x3" if keys <= 128 else "ieee"
+    return tl.float32, exact
 
 
 @triton.jit
