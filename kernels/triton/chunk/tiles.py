@@ -78,7 +78,7 @@ def arithmetic(dtype: torch.dtype, cancels: bool, exact: str) -> tuple[Any, str]
 
     float32 inputs take `exact`. tf32x3: a number is the sum of two of tf32's, and tensor cores make three of the four
     products. That errs as float32 does and is several times as fast as float32's own (ieee), which no tensor core has.
-    More than 128 keys, and GPUs of less shared memory, have no room for the second numbers.
+    More than 128 keys, and GPUs of less shared memory, have no room for the second numbers; table.py has the rest.
     """
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
