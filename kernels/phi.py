@@ -28,7 +28,10 @@ def _by_channel(problem: Problem) -> bool:
 
 
 def _columns(problem: Problem, first: Tensor) -> tuple[Tensor, Tensor]:
-    """`weights` of a factored Problem: of columns `first` [B, H, N, J, p] of a state before it, then of its rows."""
+    """What `weights` returns, behind J columns more, which are `first` [B, H, N, J, p] before the first row.
+
+    problem: factored.
+    """
     lanes, keys = problem.leading, problem.key  # [B, rows, H, G, N]
     assert keys is not None
     width, channels = first.shape[-2] + keys.shape[1] * keys.shape[3], first.shape[-1]

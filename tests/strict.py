@@ -53,14 +53,15 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield private.tensor_of(x)
 
 
-def _tf32(x: np.ndarray, half: int = 0) -> np.ndarray:
-    """x cut to tf32's digits; half 0x1000: rounded to them."""
-    return ((np.ascontiguousarray(x).view(np.uint32) + np.uint32(half)) & np.uint32(0xFFFFE000)).view(np.float32)
+def _tf32(x: np.ndarray, nearest: bool = False) -> np.ndarray:
+    """x cut to tf32's 10 bits, or rounded to the nearest such number."""
+    half = np.uint32(0x1000 if nearest else 0)
+    return ((np.ascontiguousarray(x).view(np.uint32) + half) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _in_two(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The two tf32 numbers whose sum Triton takes for a float32 number in tf32x3."""
-    first = _tf32(x, 0x1000)
+    first = _tf32(x, nearest=True)
     with np.errstate(invalid="ignore"):  # infinity less itself
         return first, _tf32(x - first)
 

@@ -12,7 +12,7 @@ import dsf
 from dsf import System, Value
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
-from dsf.mixers.mingru import mingru
+from dsf.mixers.mingru import mingru, mingru_positive
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.rwkv4 import rwkv4
@@ -21,7 +21,7 @@ from dsf.triton.scan import _hole, source_of
 
 pytestmark = pytest.mark.gpu
 NORMALISED = [weighted, bounded, rwkv4]
-MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, modified_qlstm, *UNSEEN]
+MEMBERS = [s6, longhorn, rg_lru, qlstm, s6_negative, hgrn, mingru, mingru_positive, modified_qlstm, *UNSEEN]
 PACKED = [rg_lru, s6, longhorn, channels, before, crowded, leaky_peak, weighted, rwkv4]
 BLOCK = 64
 

@@ -14,7 +14,7 @@ from dsf import System, Value
 from dsf.language.errors import FormError
 from dsf.mixers.hgrn import hgrn
 from dsf.mixers.longhorn import longhorn
-from dsf.mixers.mingru import mingru
+from dsf.mixers.mingru import mingru, mingru_positive
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.rwkv4 import rwkv4
@@ -142,7 +142,7 @@ def given(a: Value, b: Value) -> System:
 @interpreted
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "segments"])
 @pytest.mark.parametrize("runs", [False, True], ids=["one_warp", "runs"])
-@pytest.mark.parametrize("recurrence", [given, rg_lru, qlstm, leaky_peak], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [given, rg_lru, qlstm, leaky_peak, mingru_positive], ids=lambda r: r.name)
 def test_vector_states(
     recurrence: dsf.Recurrence, runs: bool, cut: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,8 @@ def row_gradients(
     known = Known(call.scalars, found.written, found.entries, states, found.states)
     loads, adjoint, extra = (None, None, None) if skip is None else (skip.loads, skip.adjoint, skip.extra)
     common = {**call.common, "BP": t.gradient_piece, "LOADS": loads, "SKIP": adjoint, "PAIR_TERMS": call.terms.scores}
+    if together == 1 and not call.delta and common["PRECISION"] == "tf32x3":
+        common["PRECISION"] = "ieee"  # with tf32x3 this kernel runs out of registers (docs/kernels/chunks.md)
     for out in outs:
         to = Gradients(
             out.dq, out.dk, dv, dg, ds if source_wanted else None, db, dc if read_wanted else None,
@@ -124,8 +126,6 @@ def row_gradients(
                 num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
         else:
-            if not call.delta and common["PRECISION"] == "tf32x3":  # parts of all rows at once: no registers are left
-                common["PRECISION"] = "ieee"
             gradient = Gradient(
                 **common, ROLES=t.gradient_roles, NORMAL=kind_of(call.normal), TERMS=call.terms.kept,
                 STATE_TERMS=call.terms.states, ADJOINT_TERMS=call.terms.kept_adjoints,

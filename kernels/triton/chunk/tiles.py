@@ -74,11 +74,12 @@ def arithmetic(dtype: torch.dtype, cancels: bool, exact: str) -> tuple[Any, str]
     """(dtype of operands, precision) of matrix products for inputs of `dtype`.
 
     float16 inputs take tf32, which has as many digits and float32's range. cancels: results may nearly cancel, as with
-    corrections and quotients; float16 inputs then take what float32 ones do (and bfloat16 operands two terms).
+    corrections and quotients; float16 inputs then take float32 (and bfloat16 operands two terms).
 
-    float32 inputs take `exact`. tf32x3: a number is the sum of two of tf32's, and tensor cores make three of the four
-    products. That errs as float32 does and is several times as fast as float32's own (ieee), which no tensor core has.
-    More than 128 keys, and GPUs of less shared memory, have no room for the second numbers; table.py has the rest.
+    exact: how float32 numbers are multiplied (the table's). tf32x3: a number is the sum of two of tf32's, and tensor
+    cores make three of the four products. That errs as float32 does and is several times as fast as float32's own
+    (ieee), which no tensor core has. More than 128 keys, and GPUs of less shared memory, have no room for the second
+    numbers.
     """
     if dtype == torch.bfloat16:
         return tl.bfloat16, "tf32"
