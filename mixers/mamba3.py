@@ -28,6 +28,7 @@ from dsf import (
     turn,
 )
 from dsf.language.errors import InputError
+from dsf.language.expr import Expr
 from dsf.mixers._conv import split_heads
 from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
 A_FLOOR = 1e-4  # every head forgets
 
 
+def _trapezoid(x: Expr, b: Expr, c: Expr, delta: Expr, a: Expr, share: Expr, angle: Expr, D: Expr) -> System:
+    """A trapezoid over two tokens: delta is the step, share its rule."""
+    a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
+    before = System(A=I, B=prev(b * x) * ((1 - share) * delta))  # decays and turns with the state
+    return compose(before, System(A=a_t, B=b * (share * delta * x), C=c, D=D * x))
+
+
 @dsf.recurrence
 def mamba3(
     x: Value, dt: Scalar, a: Scalar, lam: Scalar, angle: Pair, b: Key, c: Key, D: Param[Scalar], dt_bias: Param[Scalar]
@@ -50,10 +58,19 @@ def mamba3(
     Symbols: dt, a, lam, angle are pre-activations; Delta = softplus(dt + dt_bias), the decay exp(-Delta softplus(a)),
     pairs of places turn by Delta pi tanh(angle), and sigmoid(lam) = 1 is Euler's rule, 1/2 the trapezoid.
     """
-    delta, share = softplus(dt + dt_bias), sigmoid(lam)
-    a_t = exp(-(maximum(softplus(a), A_FLOOR) * delta)) * turn(delta * (math.pi * tanh(angle)))
-    before = System(A=I, B=prev(b * x) * ((1 - share) * delta))  # decays and turns with the state
-    return compose(before, System(A=a_t, B=b * (share * delta * x), C=c, D=D * x))
+    return _trapezoid(x, b, c, softplus(dt + dt_bias), a, sigmoid(lam), angle, D)
+
+
+@dsf.recurrence
+def mamba3_biased(
+    x: Value, dt: Scalar, a: Scalar, lam: Scalar, angle: Pair, b: Key, c: Key, D: Param[Scalar],
+    dt_bias: Param[Scalar], b_bias: Param[Key], c_bias: Param[Key],
+) -> System:  # fmt: skip
+    """Mamba-3 (SISO) with a bias a head on keys and queries, which heads may share, as its layer runs it.
+
+    Source and symbols: as in mamba3.
+    """
+    return _trapezoid(x, b + b_bias, c + c_bias, softplus(dt + dt_bias), a, sigmoid(lam), angle, D)
 
 
 def mamba3_mimo_of(rank: int) -> Recurrence:
@@ -87,7 +104,7 @@ class Mamba3(Mixer):
     an RMSNorm a head before that gate. bare: no z.
     """
 
-    recurrence = mamba3
+    recurrence = mamba3_biased
     D: Tensor
     dt_bias: Tensor
     B_bias: Tensor
@@ -160,14 +177,9 @@ class Mamba3(Mixer):
             (angle,) = self.shares.gather(angle)
         angle = nn.functional.pad(angle, (0, self.dims[1] // 2 - self.angles)).unsqueeze(2)  # the other pairs stay
         return {
-            "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": self._keys(b, self.B_norm, self.B_bias),
-            "c": self._keys(c, self.C_norm, self.C_bias), "D": self.D, "dt_bias": self.dt_bias,
+            "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": self.B_norm(b), "c": self.C_norm(c),
+            "D": self.D, "dt_bias": self.dt_bias, "b_bias": self.B_bias.squeeze(1), "c_bias": self.C_bias.squeeze(1),
         }  # fmt: skip
-
-    def _keys(self, x: Tensor, norm: nn.Module, bias: Tensor) -> Tensor:
-        """[B, T, n_groups, d_state] -> [B, T, H, d_state]: each group's norm, and a bias a head."""
-        each: Tensor = norm(x)
-        return each.repeat_interleave(self.dims[0] // self.n_groups, dim=2) + bias.squeeze(1).to(each.dtype)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y, z = y.flatten(2), side[0] if side[0].shape[-1] else None

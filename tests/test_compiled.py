@@ -23,8 +23,26 @@ from interpreted import INTERPRETED
 from layer_family import convolution, convolution_over_ranks, convolution_step, mixing, norms, pull, readouts, tensor
 
 import dsf
-from dsf import Key, Packing, Scalar, System, Value, exp, exp_features, expm1, log1p, mixers, ratio, sigmoid, tanh, turn
+from dsf import (
+    I,
+    Key,
+    Packing,
+    Scalar,
+    System,
+    Value,
+    exp,
+    exp_features,
+    expm1,
+    log1p,
+    mixers,
+    outer,
+    ratio,
+    sigmoid,
+    tanh,
+    turn,
+)  # fmt: skip
 from dsf.mixers import get
+from dsf.mixers.mamba3 import mamba3_biased
 from dsf.parallel import Simulated
 from dsf.triton.choose import elsewhere
 
@@ -160,6 +178,12 @@ def turned(q: Key, k: Key, v: Value, f: Scalar, t: Scalar) -> System:
     return System(A=sigmoid(f) * turn(t), B=exp_features(k) * v, C=exp_features(q), normalize=ratio)
 
 
+@dsf.recurrence
+def erasing_and_turning(q: Key, k: Key, v: Value, f: Scalar, b: Scalar, t: Scalar) -> System:
+    """All pairs by one angle."""
+    return System(A=sigmoid(f) * (I - sigmoid(b) * outer(k, k)) @ turn(t), B=sigmoid(b) * k * v, C=q)
+
+
 FEW = {"T": 128, "N": 16}  # no segments, the summaries of which take as long to compile as all the rest
 RANKS = {"T": 3 * 2048, "parallel": Simulated(3)}
 FAMILIES = {
@@ -176,7 +200,6 @@ FAMILIES = {
             "forgetful_delta, wide": of(matrix.forgetful_delta, N=128, P=128),
             "swinging, long": of(matrix.swinging, B=1, H=1, T=40_000),
             "deltanet, long": of("deltanet", B=1, H=1, T=40_000),
-            "mamba3": of("mamba3"),
             "ssd, shared keys": of("ssd", B=16, H=64, groups=1, N=128),
             "ssd, shared keys, packed": of("ssd", H=8, groups=2, packed=True),
             "ssd, ranks": of("ssd", **RANKS),
@@ -197,6 +220,14 @@ FAMILIES = {
             "chunk.across", "chunk.across_gradient", "chunk.forward_walk", "chunk.key_gradient", "chunk.keywise",
             "chunk.walk",
         ),
+    ),
+    "turned vectors": Family(
+        {
+            "mamba3_biased": of(mamba3_biased, every_way, **FEW),
+            "mamba3, long": of("mamba3", B=1, H=1, T=40_000),
+            "erasing and turning": of(erasing_and_turning, every_way, **FEW),
+        },
+        ("chunk.cross", "turn.kernel"),
     ),
     "rank-one rows": Family(
         every(matrix.leaning_rows, matrix.skipping_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,15 +40,31 @@ class Sizes:
         return math.lcm(*(self.groups.get(i.attrs[0], self.heads) for i in inputs_of(*exprs)))
 
 
+class Turns(NamedTuple):
+    """Zeros that stand for what has a gradient in float32: turning the states between the kernels' chunks
+    [B, H, chunks, N / 2], and turned inputs [B, T, H, N], by name."""
+
+    border: Tensor
+    marks: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Bound:
-    """One call's checked inputs: tensors by name, sizes, the inputs' dtype, the computing dtype, the device."""
+    """One call's checked inputs: tensors by name, sizes, the inputs' dtype, the computing dtype, the device.
+
+    turns: of calls whose keys and queries kernels have turned.
+    """
 
     tensors: Mapping[str, Tensor]
     sizes: Sizes
     dtype: torch.dtype
     compute: torch.dtype
     device: torch.device
+    turns: Turns | None = None
+
+    def zero(self) -> Tensor:
+        """0 in the computing dtype, [1, 1, 1, 1, 1], for expressions without inputs."""
+        return torch.zeros((1,) * 5, dtype=self.compute, device=self.device)
 
 
 def unrounded(bound: Bound) -> Bound:

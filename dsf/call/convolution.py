@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsf.call import packing
 from dsf.call.bind import Bound
-from dsf.call.frame import run_framed
+from dsf.call.framed import run_framed
 from dsf.call.plan import Plan
 from dsf.call.run import run, run_packed, timed_inputs
 from dsf.language.spec import Spec

@@ -14,17 +14,19 @@ from dsf.language.expr import inputs_of, substitute
 from dsf.language.spec import Spec
 
 
-def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False) -> Bound:
+def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False, turned: bool = False) -> Bound:
     """The call in the dtype that it needs; `bound` itself where that is the inputs' dtype.
 
     Float64 where torch has to find the gradient of Params in an angle; float32 on kernels, which
     round what they multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is
     wanted. spread: of tokens over ranks, of which each may have few or none: then it does not depend on how many.
+    turned: kernels turn keys and queries and add up what turns change (dsf.call.turned), which needs no more digits.
     """
     if _sums_angles(spec, bound, plan):
         return widened(bound, torch.float64)
     kernels = spread or (plan.backend == "triton" and not plan.one_step)
-    if kernels and (spec.has_still_keys or _learns(bound, frozenset().union(*_in_angles(spec)))):
+    angles = not turned and _learns(bound, frozenset().union(*_in_angles(spec)))
+    if kernels and (spec.has_still_keys or angles):
         return unrounded(bound)
     return bound
 

@@ -15,17 +15,14 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, named_axes
 from dsf.call.cost import CONVOLUTION
-from dsf.call.digits import of_enough_digits, widened
 from dsf.call.plan import Plan
-from dsf.call.run import run, run_packed
-from dsf.kernels.oracle import oracle_dtype
 from dsf.kernels.turns import SumsApart, turn_pairs, turned_back, whole_turns_left_out
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.language.frame import Frame, Leaf
+from dsf.language.frame import Frame, Late, Leaf
+from dsf.language.late import late
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, leaf_columns, leaf_size
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import true_state
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,17 @@ def last_of(x: Tensor, places: Places | None) -> Tensor:
 class Framed:
     """One call: computes the values of a frame's inputs."""
 
-    def __init__(self, spec: Spec, frame: Frame, bound: Bound, places: Places | None, state: Tensor | None) -> None:
-        self.spec, self.frame, self.bound, self.places = spec, frame, bound, places
+    def __init__(
+        self, spec: Spec, frame: Frame, bound: Bound, places: Places | None, state: Tensor | None,
+        bounds: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.spec, self.frame, self.bound, self.places, self.bounds = spec, frame, bound, places, bounds
         self.kinds = {i.name: i.kind for i in spec.inputs}
         self.values: dict[Expr, Tensor] = {}  # computed inputs, [B|1, T|1, heads, n, p]
         self.plain = columns(spec.inner, bound.sizes.p).total
         self.rest = None if state is None else state[..., self.plain :]
         self.remembered: list[Tensor] = []
+        self.torch, self.unread = frame.torch, frozenset[Expr]()
         self.final: Tensor | None = None
 
     def make(self) -> None:
@@ -87,6 +88,10 @@ class Framed:
             self.values[node] = self._input(source).repeat_interleave(2, dim=-2)
         place, last = 0, []
         for leaf in self.frame.leaves:
+            if self.unread.issuperset(leaf.nodes):
+                last.append(self._stored(leaf, self.last(leaf.source), place))
+                place += self._width(leaf)
+                continue
             x = self.evaluate(leaf.source)
             if self.rest is not None:
                 x = self._all_heads(x)
@@ -97,14 +102,22 @@ class Framed:
                 x = self.values[node] = moved
                 place += self._width(leaf)
         self.remembered = last
+        for own in self.frame.late:
+            self.values[own.node] = shifted(self.evaluate(own.source), None, self.places)
         for node, source, first in self.frame.whole:
             x = self._all_heads(self.evaluate(source))
             start = None if self.rest is None else self._first(first)
             self.values[node] = shifted(x, start, self.places)
         if self.frame.angles is not None:
             self._turn()
-        for source, node in self.frame.torch:
+        for source, node in self.torch:
             self.values[node] = self.evaluate(source)
+
+    def _late(self, x: Late) -> Tensor:
+        """What the last state takes of the last token, [B or sequences, H, N, P]."""
+        parts = [spread_heads(self.last(part), self.bound.sizes.heads, 1) for part in (x.source, x.key, x.value)]
+        found = math.prod(parts[1:], start=parts[0].to(self.bound.compute))
+        return found if self.places is None else torch.where(self.places.filled.view(-1, 1, 1, 1), found, 0.0)
 
     def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """x of the token before, and x of every sequence's last token. start: value before first tokens, None for 0."""
@@ -134,7 +147,7 @@ class Framed:
         """The state's columns [S, H, N, width] for a value [S, heads, n, p]; empty sequences keep theirs."""
         sizes, width = self.bound.sizes, self._width(leaf)
         shape = (sizes.keys if KEY in leaf.source.axes else 1, sizes.p if VALUE in leaf.source.axes else 1)
-        x = _spread_heads(x, sizes.heads, 1).expand(-1, -1, *shape).flatten(-2)
+        x = spread_heads(x, sizes.heads, 1).expand(-1, -1, *shape).flatten(-2)
         x = torch.nn.functional.pad(x, (0, width * sizes.n - x.shape[-1]))
         found = x.unflatten(-1, (width, sizes.n)).transpose(-1, -2).to(self.bound.compute)
         if self.places is None:
@@ -167,7 +180,7 @@ class Framed:
         return self.values[node] if node in self.values else self._input(node)
 
     def _all_heads(self, x: Tensor) -> Tensor:
-        return _spread_heads(x, self.bound.sizes.heads, 2)
+        return spread_heads(x, self.bound.sizes.heads, 2)
 
     def evaluate(self, x: Expr) -> Tensor:
         """An expression [B, T, heads, n, p] with as many heads as differ; a bare input in its own dtype."""
@@ -175,21 +188,28 @@ class Framed:
         if x.op == "input":
             found = self._value(x)
         else:
-            values = {node: self._value(node) for node in inputs_of(x)}
-            heads = math.lcm(*(v.shape[2] for v in values.values())) if values else 1
-            env = {node: _spread_heads(v.to(self.bound.compute), heads, 2) for node, v in values.items()}
-            if not env:
-                like = next(iter(self.bound.tensors.values()))
-                env[const(0)] = like.new_zeros((1,) * 5, dtype=self.bound.compute)
-            found = Evaluator(env, sizes.keys, sizes.p)(x)
+            values = {node: self._value(node).to(self.bound.compute) for node in inputs_of(x)}
+            found = Evaluator(with_heads(values or {const(0): self.bound.zero()}), sizes.keys, sizes.p)(x)
         return found.expand(sizes.batch, sizes.tokens, -1, sizes.keys if KEY in x.axes else 1, -1)
+
+    def last(self, x: Expr) -> Tensor:
+        """An expression at every sequence's last token, [B or sequences, heads that differ, n, p]."""
+        tokens, sizes = self.bound.sizes.tokens, self.bound.sizes
+        values = {node: self._value(node) for node in inputs_of(x)}
+        env = {
+            node: (last_of(v, self.places) if v.shape[1] == tokens else v[:, 0]).unsqueeze(1).to(self.bound.compute)
+            for node, v in values.items()
+        }
+        found = Evaluator(with_heads(env or {const(0): self.bound.zero()}), sizes.keys, sizes.p)(x).squeeze(1)
+        rows = sizes.batch if self.places is None else len(self.places.ends)
+        return found.expand(rows, -1, sizes.keys if KEY in x.axes else 1, -1)
 
     def _turn(self) -> None:
         """Compute the turned inputs, and the angle of the final state."""
         assert self.frame.angles is not None
         parts = [self._angle(x) for x in self.frame.angles]
         shared = math.lcm(*(x.shape[2] for x in parts))
-        parts = [_spread_heads(x, shared, 2) for x in parts]
+        parts = [spread_heads(x, shared, 2) for x in parts]
         inside = [parts[0]]  # sums over the rows of one token
         for part in parts[1:]:
             inside.append(inside[-1] + part)
@@ -200,13 +220,13 @@ class Framed:
             row: whole_turns_left_out(earlier if row < 0 else earlier + inside[row], dtype)
             for row in {t.row for t in self.frame.turned}
         }
-        self.final = _spread_heads(whole_turns_left_out(last, dtype), self.bound.sizes.heads, 1)
+        self.final = spread_heads(whole_turns_left_out(last, dtype), self.bound.sizes.heads, 1)
         ways = {row: (angle.cos(), angle.sin()) for row, angle in found.items()}
         for t in self.frame.turned:
             x = self.evaluate(t.source).to(dtype)
             heads = math.lcm(x.shape[2], found[t.row].shape[2])
-            x = _spread_heads(x.expand(-1, -1, -1, self.bound.sizes.n, -1), heads, 2)
-            self.values[t.node] = turned_back(x, *(_spread_heads(part, heads, 2) for part in ways[t.row]))
+            x = spread_heads(x.expand(-1, -1, -1, self.bound.sizes.n, -1), heads, 2)
+            self.values[t.node] = turned_back(x, *(spread_heads(part, heads, 2) for part in ways[t.row]))
 
     def _angle(self, x: Expr) -> Tensor:
         """An angle of all tokens in float64, one a pair: [B, T, heads, 1 or N/2, 1]."""
@@ -243,10 +263,18 @@ class Framed:
             layout = columns(self.frame.spec, self.bound.sizes.p)
             own, gain = final.split([layout.p + layout.den, layout.gain], dim=-1)
             final = torch.cat([turn_pairs(own, self.final), gain], dim=-1)
+        for x in self.frame.late:
+            final = final + self._late(x)
         return torch.cat([final, *self.remembered], dim=-1) if self.remembered else final
 
 
-def _spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
+def with_heads(values: dict[Expr, Tensor]) -> dict[Expr, Tensor]:
+    """Values [B|1, T|1, heads, n, p] with as many heads as all of them together differ in, or one."""
+    heads = math.lcm(*(x.shape[2] for x in values.values()))
+    return {node: x if x.shape[2] == 1 else spread_heads(x, heads, 2) for node, x in values.items()}
+
+
+def spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
     """x with each head repeated along `axis`, so that there are `heads`."""
     count = x.shape[axis]
     if count == heads:
@@ -256,41 +284,12 @@ def _spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
     return x.repeat_interleave(heads // count, dim=axis)
 
 
-def run_framed(
-    spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, wanted: bool = True
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the computing dtype and the final state. wanted: whether that needs all its columns."""
-    frame = {"naive": spec.oracle, CONVOLUTION: spec.turning}.get(plan.form, spec.frame)
-    assert frame is not None
-    wide = widened(bound, oracle_dtype.get()) if plan.form == "naive" else of_enough_digits(spec, bound, plan)
-    if wide.compute != bound.compute:
-        y, final = run_framed(spec, wide, bounds, None if state is None else state.to(wide.compute), plan, wanted)
-        return y.to(bound.compute), final.to(bound.compute)
-    bound = wide
-    places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
-    framed = Framed(spec, frame, bound, places, state)
-    framed.make()
-    start = None if state is None else state[..., : framed.plain]
-    if plan.form == "naive":
-        start = _without_maximum(spec, frame.spec, start, bound.sizes.p)
-    inner = framed.inner(plan.backend == "triton")
-    if bounds is None:
-        y, final = run(frame.spec, inner, start, plan, wanted, spec)
-    else:
-        y, final = run_packed(frame.spec, inner, bounds, start, plan, spec)
-    if plan.form == "naive":
-        layout = columns(spec.inner, bound.sizes.p)
-        final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))
-    return y, framed.finish(final) if wanted else final
-
-
-def _without_maximum(spec: Spec, oracle: Spec, state: Tensor | None, p: int) -> Tensor | None:
-    """A state of the plain system for the oracle, which may have no running maximum where the plain system has one."""
-    if state is None:
-        return None
-    layout = columns(spec.inner, p)
-    own = true_state(spec.inner, state, p)[..., : layout.p + layout.den]
-    return torch.nn.functional.pad(own, (0, columns(oracle, p).gain))
+def frame_for(spec: Spec, plan: Plan) -> Frame:
+    """The frame that a call with this plan runs."""
+    found = {"naive": spec.oracle, CONVOLUTION: spec.turning, "recurrent": spec.frame}.get(plan.form)
+    found = found or late(spec) or spec.frame
+    assert found is not None
+    return found
 
 
 def materialised(

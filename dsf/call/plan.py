@@ -15,6 +15,7 @@ from dsf.call.launches import Planned
 from dsf.language.errors import FormError, InputError
 from dsf.language.expr import VALUE
 from dsf.language.invariant import invariant, is_invariant
+from dsf.language.late import late
 from dsf.language.places import takers
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
@@ -157,9 +158,11 @@ def make_plan(
     if spec.system.solve is not None:
         return _of_solve(spec, sizes, dtype, form, backend, device, grad, transformed)
     if spec.is_framed:
-        return _of_frame(spec, sizes, dtype, make_plan(
-            spec.inner, sizes, dtype, form, backend, device, grad, transformed,
-        ))  # fmt: skip
+        how = (backend, device, grad, transformed)
+        plan, other = make_plan(spec.inner, sizes, dtype, form, *how), late(spec)
+        if other is not None and plan.form not in ("naive", "recurrent"):
+            plan = replace(make_plan(other.spec, sizes, dtype, plan.form, *how), reason=plan.reason)
+        return _of_frame(spec, sizes, dtype, plan)
     if apart(spec):
         plan = make_plan(apart(spec)[0], sizes, dtype, form, backend, device, grad, transformed)
         if reads_apart(spec, plan):

@@ -16,7 +16,7 @@ from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_
 from dsf.call.convolution import run_convolution
 from dsf.call.cost import CONVOLUTION
 from dsf.call.digits import of_enough_digits
-from dsf.call.frame import run_framed
+from dsf.call.framed import run_framed
 from dsf.call.launches import Planned
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from dsf.language.annotations import Input, Kind
@@ -33,7 +34,8 @@ from dsf.language.expr import (
     rebuild,
     substitute,
 )
-from dsf.language.operator import Operator, diag, factors_of, outer, split_factors, summands, times
+from dsf.language.gauge import NoGaugeError, into_gauge
+from dsf.language.operator import Operator, factors_of, times
 from dsf.language.system import System
 
 if TYPE_CHECKING:
@@ -60,6 +62,17 @@ class Turned:
     row: int
 
 
+@dataclass(frozen=True)
+class Late:
+    """An input that is `source` of the token before, 0 at first ones. The last state takes source · key · value of the
+    last token (dsf.language.late)."""
+
+    node: Expr
+    source: Expr
+    key: Expr
+    value: Expr
+
+
 @dataclass(frozen=True, eq=False)
 class Frame:
     """A plain Spec, and the recipe of the inputs that it has besides those of the declaration.
@@ -67,7 +80,7 @@ class Frame:
     leaves: each depends only on earlier ones. whole: for the oracle, (input, the whole expression whose previous value
     it is, its first value in leaves' nodes). pairs: (a Pair input, the input of its repeated
     entries). turned: the inputs turned into the gauge. angles: every row's turn in the gauge, None without one. torch:
-    (an expression that kernels cannot compute, its input).
+    (an expression that kernels cannot compute, its input). late: what tokens write of the one before.
     """
 
     spec: Spec
@@ -77,6 +90,14 @@ class Frame:
     turned: tuple[Turned, ...]
     angles: tuple[Expr, ...] | None
     torch: tuple[tuple[Expr, Expr], ...] = ()
+    late: tuple[Late, ...] = ()
+
+    @cached_property
+    def read(self) -> frozenset[Expr]:
+        """The inputs that the plain system or other inputs are computed from."""
+        sources = [leaf.source for leaf in self.leaves] + [x for _, x, _ in self.whole] + [x for x, _ in self.torch]
+        sources += [x.source for x in self.turned] + [x.source for x in self.late] + list(self.angles or ())
+        return frozenset(inputs_of(*sources, *roots_of(self.spec.system)))
 
     @property
     def words(self) -> dict[Expr, Expr]:
@@ -87,10 +108,6 @@ class Frame:
             for node in leaf.nodes:
                 before = found[node] = Expr("prev", (before,))
         return found
-
-
-class NoGaugeError(Exception):
-    """There is no gauge: a decay differs within a pair, or a key cannot be turned."""
 
 
 def needs_frame(spec: Spec) -> bool:
@@ -143,7 +160,7 @@ def map_system(system: System, change: Callable[[Expr], Expr]) -> System:
 def frame_of(spec: Spec, way: Way) -> Frame:
     """The plain system: "gauge": without turns where possible; "turning": turns left in A; "oracle": turns left, and
     whole expressions delayed instead of their factors. Raises TraceError."""
-    made = _Made(spec)
+    made = Made(spec)
     whole: list[tuple[Expr, Expr, Expr]] = []
     if way == "oracle":
         system = map_system(spec.system, lambda x: made.without_pairs(made.keep_whole(x, whole)))
@@ -151,22 +168,17 @@ def frame_of(spec: Spec, way: Way) -> Frame:
         system = map_system(spec.system, lambda x: made.without_pairs(made.without_prev(x)))
     angles = None
     if way == "gauge" and turns(system):
-        plain = made.spec(system)
         try:
-            system, angles = _Gauge(made, plain).system(), tuple(r.normal.angle for r in plain.rows)
+            system, angles = into_gauge(made, system)
         except NoGaugeError:
             made.turned.clear()
     if way == "gauge":
         system = map_system(system, made.by_torch)
-    leaves = tuple(Leaf(made.without_pairs(x), tuple(nodes)) for x, nodes in made.leaves.items())
-    return Frame(
-        interned(made.spec(system)), leaves, tuple(whole), tuple(made.pairs.items()),
-        tuple(Turned(node, *key) for key, node in made.turned.items()), angles, tuple(made.torch.items()),
-    )  # fmt: skip
+    return made.frame(system, angles, tuple(whole))
 
 
 @dataclass
-class _Made:
+class Made:
     """The added inputs of a frame, collected while expressions are rewritten."""
 
     of: Spec
@@ -179,6 +191,17 @@ class _Made:
     def __post_init__(self) -> None:
         self.taken = {i.name for i in self.of.inputs}
         self.timed = {i.name for i in self.of.inputs if i.kind.time}
+
+    def frame(
+        self, system: System, angles: tuple[Expr, ...] | None, whole: tuple[tuple[Expr, Expr, Expr], ...] = ()
+    ) -> Frame:
+        """The frame of a system that is made of these inputs."""
+        leaves = tuple(Leaf(self.without_pairs(x), tuple(nodes)) for x, nodes in self.leaves.items())
+        turned = tuple(Turned(node, *key) for key, node in self.turned.items())
+        return Frame(
+            interned(self.spec(system)), leaves, whole, tuple(self.pairs.items()), turned, angles,
+            tuple(self.torch.items()),
+        )  # fmt: skip
 
     def node(self, name: str, axes: Axes, time: bool = True) -> Expr:
         """A new input."""
@@ -302,83 +325,3 @@ class _Made:
             stem = x.attrs[0] if x.op == "input" else "key"
             self.turned[x, row] = self.node(f"{stem}_turned", frozenset({KEY}))
         return self.turned[x, row]
-
-
-@dataclass
-class _Gauge:
-    """The rewriting of a system with turns into the gauge."""
-
-    made: _Made
-    spec: Spec
-
-    def system(self) -> System:
-        """The system without its turns. Raises NoGaugeError where a decay differs within a pair or a key by channel."""
-        spec, steps = self.spec, list[System]()
-        written = iter(s.B for s in spec.system.micro_steps)
-        ends = self._ends()
-        for number, row in enumerate(spec.rows):
-            if not self.made.is_paired(row.normal.decay):
-                raise NoGaugeError
-            a = diag(row.normal.decay)
-            for x in row.normal.corrections:
-                a = a + x.scale * outer(self.vector(x.left, number), self.vector(x.right, number))
-            steps.append(System(A=a, B=self.injection(next(written), number) if number in ends else 0))
-        system, last = spec.system, len(spec.rows) - 1
-        assert system.C is not None
-        c = self.readout(system.C, last if system.read == "after" else -1)
-        return replace(
-            steps[-1], C=c, D=system.D, read=system.read, normalize=system.normalize, gauge=system.gauge,
-            drive=system.drive, earlier=tuple(steps[:-1]),
-        )  # fmt: skip
-
-    def _ends(self) -> set[int]:
-        """The last rows of the micro-steps, which carry B."""
-        from dsf.language.operator import normal_form
-
-        place, found = -1, set()
-        for step in self.spec.system.micro_steps:
-            place += len(normal_form(step.A))
-            found.add(place)
-        return found
-
-    def injection(self, b: Expr, row: int) -> Expr:
-        """B with its keys turned."""
-        total: Expr = const(0)
-        for sign, part in summands(b):
-            if part is const(0):
-                continue
-            key = self.vector(part, row)
-            total = total - key if sign < 0 else total + key
-        return total
-
-    def readout(self, c: Expr, row: int) -> Expr:
-        """C turned as one vector, or, where it differs by channel, summand by summand."""
-        turned = dict(self.made.turned)
-        try:
-            return self.vector(c, row)
-        except NoGaugeError:
-            if len(summands(c)) == 1 or self.spec.system.normalize is not None:
-                raise
-            self.made.turned = turned
-            return self.injection(c, row)
-
-    def vector(self, x: Expr, row: int) -> Expr:
-        """A product with its Key factors turned, except those equal within a pair. Raises NoGaugeError."""
-        loose = [(f, inverse) for f, inverse in factors_of(x) if not self.made.is_paired(f)]
-        if self.spec.system.normalize is not None and any(f.op == "exp" for f, _ in loose):
-            raise NoGaugeError  # an exponential that the running maximum has to scale
-        if len(loose) == 1 and not loose[0][1]:
-            return _exchange(x, loose[0][0], self.made.turn(loose[0][0], row))
-        rest, others = split_factors(x, lambda f: not self.made.is_paired(f))
-        return times(others, self.made.turn(rest, row))
-
-
-def _exchange(x: Expr, factor: Expr, by: Expr) -> Expr:
-    """A product with one of its factors replaced."""
-    if x is factor:
-        return by
-    if x.op == "mul":
-        return _exchange(x.args[0], factor, by) * _exchange(x.args[1], factor, by)
-    if x.op == "div":
-        return _exchange(x.args[0], factor, by) / x.args[1]
-    return x

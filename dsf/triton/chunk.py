@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,17 +106,20 @@ def run_matrix(
         return _by_channels(spec, bound, timed, state, bounds)
     from dsf.kernels.triton.chunk.operator import matrix_mixer
 
-    _, name = program_of(spec)
+    (_, name), names = program_of(spec), [i.name for i in spec.inputs]
     check_packed(spec, bounds)
     batch = next(iter(timed.values())).shape[0]
     together = max(GRID // bound.sizes.heads, 1)
-    outputs, finals = [], []
+    outputs, finals, turns = [], [], list[Any]()
+    if bound.turns is not None:  # of batches that run in one part (dsf.call.turned)
+        marks = bound.turns.marks
+        turns = [None, bound.turns.border, list(marks.values()), [names.index(x) for x in marks]]
     for first in range(0, batch, together):
         part = slice(first, first + together)
         rows = timed if together >= batch else {entry: x[part] for entry, x in timed.items()}
         start = state if state is None or together >= batch else state[part]
         operands = [rows[i.name] if i.name in rows else bound.tensors[i.name] for i in spec.inputs]
-        y, final, _ = matrix_mixer(operands, start, name, False, bounds)
+        y, final, _ = matrix_mixer(operands, start, name, False, bounds, *turns)
         outputs.append(y)
         finals.append(final)
     return (outputs[0], finals[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(finals))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.chunk.cross import Border, fill
 from dsf.kernels.triton.chunk.forward_walk import Outputs
 from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
@@ -39,11 +40,12 @@ Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
 class Wanted(NamedTuple):
     """Which gradients are wanted: read: that of the read scale; summed: those of q and k are summed over the heads
     that share them; exact: which of q, k, v have a gradient that is differentiated further, and is therefore kept in
-    float32."""
+    float32; border: room for what turns of the states between chunks would change."""
 
     read: bool = True
     summed: bool = False
     exact: tuple[bool, ...] = (False,) * 3
+    border: Border | None = None
 
 
 class Traits(NamedTuple):
@@ -351,7 +353,12 @@ def _chunk_matrix_backward(
         walked = both(call, dy, solve, state, start, kept, values)
     else:
         walked = reverse(call, dy, solve, start, passed, states, entries, state is not None, values)
+    if wanted.border is not None:
+        shape = (call.batch, heads, call.chunks, call.n // 2)
+        wanted.border.slopes = call.empty(*shape, dtype=torch.float32)
     for found in walked:
+        if wanted.border is not None:
+            fill(call, found, wanted.border)
         if call.keywise:
             key_gradients(
                 call, dy, found, entries, states, (dq, dk, dv), scalars, source is not None, read_wanted

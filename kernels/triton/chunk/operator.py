@@ -8,8 +8,8 @@ torch operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,19 @@ from torch import Tensor
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
 from dsf.kernels.triton.chunk.call import ChunkCall, last_rows
+from dsf.kernels.triton.chunk.cross import Border
 from dsf.kernels.triton.chunk.normaliser import Normaliser
 from dsf.kernels.triton.chunk.row_gradients import Skip
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import PROGRAMS, gathered
+
+
+class Turned(NamedTuple):
+    """What a backward pass computes for operands that were turned: the gradient of turning the states between chunks,
+    and, by role, which inputs' gradients are in float32."""
+
+    border: Border | None = None
+    fine: frozenset[str] = frozenset()
 
 
 def starting(call: ChunkCall, state: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -57,12 +66,13 @@ def _read(q: Tensor, state: Tensor) -> Tensor:
 
 def _forward(
     operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
-    held: Sequence[Tensor] | None = None,
+    held: Sequence[Tensor] | None = None, border: Tensor | None = None, marks: Sequence[Tensor] | None = None,
+    marked: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
 
     bounds: boundaries [S + 1] of packed sequences, which then have states [S, H, N, columns]. held: results of
-    dsf.kernels.triton.chunk.shard, or None.
+    dsf.kernels.triton.chunk.shard, or None. border, marks and marked are for gradients alone (`_Differentiable`).
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands, bounds)
@@ -196,12 +206,12 @@ def by_row(
 
 def _chunk_gradients(
     call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
-    held: Sequence[Tensor],
+    held: Sequence[Tensor], turned: Turned,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients of the operands [B, T, (n), H, ·] with all H heads, and of S_0."""
     known, micro = call.program, call.program.micro
     d_first, dy, slope, dfinal = by_row(call, dy, slope, dfinal)
-    found, first = _unchunk(call, dy, slope, dfinal, start, kept, held)
+    found, first = _unchunk(call, dy, slope, dfinal, start, kept, held, turned)
     token = {name: x for name, x in found.items() if name in ("query", "read")}
     sums = {"skip": found.pop("skip")} if "skip" in found else {}
     rows = {name: x for name, x in found.items() if name not in token}
@@ -219,7 +229,7 @@ def _chunk_gradients(
 
 def _unchunk(
     call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None, start: Tensor | None, kept: list[Tensor],
-    held: Sequence[Tensor],
+    held: Sequence[Tensor], turned: Turned,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The chunk kernels' gradients of the operands by rows, and of S_0."""
     arguments = call.chunk_arguments(start)
@@ -236,7 +246,9 @@ def _unchunk(
         skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
     names, direct = ("query", "key", "value", "decay", "source", "erase", "read"), {*call.program.direct.values()}
     summed = {"query", "key"} <= direct and not call.program.before
-    wanted = matrix.Wanted("read" in call.varying, summed, tuple(name not in direct for name in names[:3]))
+    fine = {call.program.direct.get(role) for role in turned.fine}
+    exact = tuple(name not in direct or name in fine for name in names[:3])
+    wanted = matrix.Wanted("read" in call.varying, summed, exact, turned.border)
     *found, first = matrix._chunk_matrix_backward(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], skip=skip,
         kept=kept[1 if normal is None else 2 :], wanted=wanted, held=held,
@@ -274,9 +286,10 @@ def resumed(
 def _backward(
     dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None,
     saved: Sequence[Tensor], program: str, needs: Sequence[bool], bounds: Tensor | None = None,
-    held: Sequence[Tensor] = (),
+    held: Sequence[Tensor] = (), bordered: bool = False, fine: Sequence[int] = (),
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Gradients of the operands that need one, in order, and of the state (empty without one)."""
+    """Gradients of the operands that need one, in order, and of the state (empty without one). bordered: behind the
+    others that of turning the states between chunks (`Border`). fine: operands whose gradients are in float32."""
     known = PROGRAMS[program]
     call = ChunkCall(known, operands, bounds)
     start, scale, kept = resumed(call, state, saved)
@@ -284,8 +297,12 @@ def _backward(
     for a in known.inputs:
         own = a.role in wanted and a.role in known.vectors
         call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
-    found, first = _chunk_gradients(call, *read_gradient(call, dy), dfinal, start, kept, held)
-    out = pulled_back(call, wanted, found)
+    turned = Turned(Border() if bordered else None, frozenset(known.inputs[i].role for i in fine))
+    found, first = _chunk_gradients(call, *read_gradient(call, dy), dfinal, start, kept, held, turned)
+    out = pulled_back(call, wanted, found, turned.fine)
+    if turned.border is not None:
+        assert turned.border.slopes is not None
+        out.append(turned.border.slopes)
     if state is None:
         return out, call.empty(0)
     if known.column:
@@ -295,8 +312,11 @@ def _backward(
     return out, first.contiguous()
 
 
-def pulled_back(call: ChunkCall, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[Tensor]:
-    """Gradients of the inputs `wanted`, by role and in order, from those of the operands, by name."""
+def pulled_back(
+    call: ChunkCall, wanted: dict[str, Tensor], found: dict[str, Tensor], fine: Container[str] = ()
+) -> list[Tensor]:
+    """Gradients of the inputs `wanted`, by role and in order, from those of the operands, by name. fine: the roles of
+    those in float32."""
     known = call.program
     call.tensors |= {f".d{name}": x for name, x in found.items()}
     made = {*known.direct, known.skip, *known.vectors}
@@ -304,7 +324,7 @@ def pulled_back(call: ChunkCall, wanted: dict[str, Tensor], found: dict[str, Ten
     for a in known.inputs:  # the printed adjoint stores those that have room
         call.tensors.setdefault(f".grad_{a.role}", None)
     for a in pulled:
-        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role])
+        call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role], a.role in fine)
     if pulled:
         call.launch("adjoint")
     out = []
@@ -316,21 +336,27 @@ def pulled_back(call: ChunkCall, wanted: dict[str, Tensor], found: dict[str, Ten
         x = call.need(f".grad_{a.role}") if operand is None else found[operand]
         if operand is not None and a.step == 1:  # the kernels' rows are micro-steps, without an axis for them
             x = x.unsqueeze(2)
-        out.append(gathered(a, x, like))
+        out.append(gathered(a, x, like, a.role in fine))
     return out
 
 
 class _Differentiable(torch.autograd.Function):
-    """The operator with its gradient; faster on the host than the wrapper of torch.library."""
+    """The operator with its gradient; faster on the host than the wrapper of torch.library.
+
+    marks: tensors of zeros that stand for operands, whose numbers are `marked`, where a gradient is passed on: it is
+    in float32 then, whatever the operand's dtype.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, program: str, bounds: Tensor | None, state: Tensor | None, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, program: str, bounds: Tensor | None, state: Tensor | None, border: Tensor | None,
+        marked: tuple[int, ...], *given: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        operands = given[len(marked) :]
         with torch._C._AutoDispatchBelowAutograd():
             y, final, saved = matrix_mixer(list(operands), state, program, True, bounds)
         ctx.save_for_backward(bounds, state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
-        ctx.program, ctx.count = program, len(operands)
+        ctx.program, ctx.count, ctx.marked = program, len(operands), marked
         ctx.set_materialize_grads(False)
         return y, final
 
@@ -342,25 +368,32 @@ class _Differentiable(torch.autograd.Function):
         if dy is None:
             call = ChunkCall(PROGRAMS[ctx.program], operands)
             dy = operands[0].new_zeros(call.batch, call.tokens, call.heads, call.p, dtype=call.dtype)
-        needs = list(ctx.needs_input_grad[3:])
-        found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, ctx.program, needs, bounds)
-        given = iter(found)
-        return None, None, None if state is None else first, *(next(given) if need else None for need in needs)
+        bordered, _, *needs = ctx.needs_input_grad[3:]
+        marked, needs = ctx.marked, needs[len(ctx.marked) :]
+        wanted = [need or i in marked for i, need in enumerate(needs)]
+        how: tuple[Any, ...] = (ctx.program, wanted, bounds, [], bordered, list(marked))
+        found, first = matrix_mixer_backward(dy, dfinal, operands, state, saved, *how)
+        border, given = found.pop() if bordered else None, iter(found)
+        grads = [next(given) if want else None for want in wanted]
+        own = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+        return None, None, None if state is None else first, border, None, *(grads[i] for i in marked), *own
 
 
 def _differentiable(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return *_Differentiable.apply(program, bounds, state, *operands), []
+    operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
+    held: Sequence[Tensor] | None = None, border: Tensor | None = None, marks: Sequence[Tensor] = (),
+    marked: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    return *_Differentiable.apply(program, bounds, state, border, tuple(marked), *marks, *operands), []
 
 
 matrix_mixer = operator(
     "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None, "
-    "Tensor[]? held=None) -> (Tensor, Tensor, Tensor[])",
+    "Tensor[]? held=None, Tensor? border=None, Tensor[]? marks=None, int[] marked=[]) -> (Tensor, Tensor, Tensor[])",
     _forward, _differentiable,
 )  # fmt: skip
 matrix_mixer_backward = operator(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
-    "bool[] needs, Tensor? bounds=None, Tensor[]? held=None) -> (Tensor[], Tensor)",
+    "bool[] needs, Tensor? bounds=None, Tensor[]? held=None, bool bordered=False, int[] fine=[]) -> (Tensor[], Tensor)",
     _backward,
 )

@@ -218,8 +218,9 @@ class Pointwise:
         """`arguments_of` for tensors of this call, with constant strides of time."""
         return arguments_of(accesses, self.tensors, self.heads, True)
 
-    def room(self, a: Access, like: Tensor) -> Tensor:
-        """Memory for an input's gradient with all H heads; for a Param one row for each program of `adjoint`.
+    def room(self, a: Access, like: Tensor, fine: bool = False) -> Tensor:
+        """Memory for an input's gradient with all H heads; for a Param one row for each program of `adjoint`. fine: in
+        float32.
 
         Zeros where printed functions do not store the gradient of every micro-step.
         """
@@ -229,7 +230,7 @@ class Pointwise:
             return self.empty(self.batch * segments, self.heads, *last)
         alone = a.heads(like) == self.heads
         shape = (*like.shape[: like.dim() - 1 - len(last)], self.heads, *last)
-        found = self.empty(*shape, dtype=like.dtype if alone else torch.float32)
+        found = self.empty(*shape, dtype=like.dtype if alone and not fine else torch.float32)
         stored = {x.step for x in self._stored if x.role == f".grad_{a.role}"}
         return found if stored >= ({None} if a.step is None else set(range(a.step))) else found.zero_()
 
@@ -243,12 +244,13 @@ class Pointwise:
         return math.lcm(*(self.inputs[name].heads(self.need(name)) for name in names), 1)
 
 
-def gathered(a: Access, x: Tensor, like: Tensor) -> Tensor:
-    """An input's gradient from `room`, summed over shared heads (over programs, for a Param), in dtype of `like`."""
+def gathered(a: Access, x: Tensor, like: Tensor, fine: bool = False) -> Tensor:
+    """An input's gradient from `room`, summed over shared heads (over programs, for a Param), in dtype of `like`, or in
+    float32 if fine."""
     if not a.time:
         x = x.sum(0)
     axis = like.dim() - 1 - a.key - a.value
     fewer = like.shape[axis]
     if x.shape[axis] != fewer:
         x = x.unflatten(axis, (fewer, -1)).sum(axis + 1, dtype=torch.float32)
-    return x.to(like.dtype)
+    return x.to(torch.float32 if fine else like.dtype)

@@ -1,0 +1,129 @@
+"""Writes that the next token makes, beside its own write of the token before: one row of a token in place of two.
+
+Mamba-3's trapezoid (arXiv 2603.15569) writes X_t = k_t v_tᵀ twice, at token t and once more as token t + 1 begins:
+S_t = A_t (S_{t-1} + g_t X_{t-1}) + w_t X_t. The state without what a token writes last, S'_t = S_t - w_t X_t, obeys
+S'_t = A_t (S'_{t-1} + (w_{t-1} + g_t) X_{t-1}), one write a token, and C_tᵀ S_t = C_tᵀ S'_t + w_t ⟨C_t, k_t⟩ v_t. At
+the first token of a call w_{t-1} is 0, as its state has that write; the last state takes w_T X_T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dsf.language.derived import derived
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const
+from dsf.language.frame import Frame, Late, Made, map_system, turns
+from dsf.language.functions import sum_key
+from dsf.language.gauge import NoGaugeError, into_gauge
+from dsf.language.operator import I, diag, factors_of, split_factors, summands, times
+from dsf.language.system import System
+
+if TYPE_CHECKING:
+    from dsf.language.spec import Spec
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two writes of x: again · prev(x) as a token begins, and own · x."""
+
+    again: Expr
+    x: Expr
+    own: Expr
+
+
+@derived
+def late(spec: Spec) -> Frame | None:
+    """The frame of `spec` in which the next token makes a token's writes; None where it does not write them again.
+
+    The forms that walk token by token take `Spec.frame`, whose state is the declaration's.
+    """
+    pairs = _pairs(spec)
+    if not pairs:
+        return None
+    made = Made(spec)
+
+    def plain(x: Expr) -> Expr:
+        return made.without_pairs(made.without_prev(x))
+
+    map_system(spec.system, plain)  # for leaves in the declaration's order, as the state holds them
+    every, written = list[Late](), const(0)
+    for pair in pairs:
+        node, before = made.node("late", frozenset()), made.without_pairs(made.lagged(pair.x, 1))
+        key, value = split_factors(pair.x, lambda factor: KEY in factor.axes)
+        every.append(Late(node, plain(pair.own), plain(key), plain(value)))
+        written = written + times(before, node + plain(pair.again))
+    target = next(step for step in spec.system.micro_steps if _again(step) is None)
+    last = replace(spec.system, A=target.A, B=const(0), earlier=(System(A=I, B=written),))
+    system, angles = map_system(last, plain), None
+    decay = made.spec(system).rows[1].normal.decay
+    if turns(system):
+        try:
+            system, angles = into_gauge(made, system)
+        except NoGaugeError:
+            return None
+    parts = [times(part, decay) if sign > 0 else -times(part, decay) for sign, part in summands(system.earlier[0].B)]
+    skip, c = spec.system.D, spec.readout
+    for pair in pairs:
+        key, value = split_factors(pair.x, lambda factor: KEY in factor.axes)
+        seen = plain(pair.own * sum_key(c * key))
+        made.torch[seen] = made.node("seen", frozenset())
+        own = times(made.torch[seen], value)
+        skip = own if skip is const(0) else skip + own
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    system = replace(system, A=diag(decay), B=total, D=plain(skip), earlier=())
+    return replace(made.frame(map_system(system, made.by_torch), angles), late=tuple(every))
+
+
+def _pairs(spec: Spec) -> list[_Pair]:
+    """All writes of a token, if it makes each of them twice and only decays and turns in between; else none."""
+    system = spec.system
+    special = (system.normalize, system.gauge, system.window, system.solve)
+    if spec.made or any(x is not None for x in special) or system.read != "after" or spec.readout.axes != {KEY}:
+        return []
+    again = [found for step in system.micro_steps if (found := _again(step)) is not None]
+    first, *rest = system.micro_steps[len(again) :] or (None,)
+    plain = len(spec.rows) == len(system.micro_steps) and not spec.rank
+    if not again or first is None or not plain or any(step.A.kind != "identity" for step in rest):
+        return []
+    own = [step.B for step in (first, *rest)]
+    pairs = list[_Pair]()
+    for scale, x in again:
+        mine = next((b for b in own if _share(b, x) is not None), None)
+        if mine is None:
+            return []
+        own.remove(mine)
+        share = _share(mine, x)
+        assert share is not None
+        pairs.append(_Pair(scale, x, share))
+    return [] if own else pairs
+
+
+def _again(step: System) -> tuple[Expr, Expr] | None:
+    """(scale, x) of a step that only writes scale · prev(x), for a scale without Key and Value axis; else None."""
+    before = [f for f, inverse in factors_of(step.B) if f.op == "prev" and not inverse]
+    if step.A.kind != "identity" or step.C is not None or len(before) != 1 or _delays(before[0].args[0]):
+        return None
+    scale, _ = split_factors(step.B, lambda factor: factor is not before[0])
+    parts = {factor.axes for factor, _ in factors_of(before[0].args[0])}
+    whole = before[0].args[0].axes == {KEY, VALUE} and {KEY, VALUE} not in parts
+    return (scale, before[0].args[0]) if whole and not scale.axes and not _delays(scale) else None
+
+
+def _share(b: Expr, x: Expr) -> Expr | None:
+    """The expression without Key and Value axis whose product with x is b; None for others."""
+    rest = factors_of(b)
+    for part in factors_of(x):
+        if part not in rest:
+            return None
+        rest.remove(part)
+    share = const(1)
+    for factor, inverse in rest:
+        share = share / factor if inverse else times(share, factor)
+    return None if share.axes or _delays(share) else share
+
+
+def _delays(x: Expr) -> bool:
+    return any(node.op == "prev" for node in children_first(x))

@@ -1,0 +1,1 @@
+"""Keys and readouts turned by the sum of a sequence's angles, and their gradients."""

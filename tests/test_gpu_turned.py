@@ -1,0 +1,103 @@
+"""Turned vectors and the gradients of angles on a GPU, against float64, per head and block of tokens."""
+
+import pytest
+import torch
+from turned_family import RECURRENCES, delta, mamba3, mamba3_biased, outcome, rotary, sample, spiral
+
+pytestmark = pytest.mark.gpu
+EVERY = pytest.mark.parametrize("r", RECURRENCES, ids=lambda r: r.name)
+BOUNDS = [0, 0, 700, 701, 701, 1500, 2085]
+ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def errors(found, expected, block=256):
+    """The largest error of a head and block of tokens, over that block's typical size in the head."""
+    out = {}
+    for name, want in expected.items():
+        error = found[name].double() - want
+        if want.dim() < 4 or want.shape[1] < 2 * block:
+            out[name] = float(error.norm() / want.norm()) / (1 if want.dim() > 2 else 2)
+            continue
+        count = want.shape[1] // block
+        apart = [x[:, : count * block].unflatten(1, (count, block)).square().mean((0, 2, -1)) for x in (error, want)]
+        out[name] = float((apart[0] / apart[1].mean(0, keepdim=True)).max().sqrt())
+    return out
+
+
+def on_gpu(r, **sizes):
+    return {name: x.cuda() for name, x in sample(r, **sizes).items()}
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", list(ALLOWED), ids=str)
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "packed"])
+@pytest.mark.parametrize("started", [False, True], ids=["", "started"])
+def test_gradients_equal_float64(r, dtype, bounds, started):
+    given = on_gpu(r, B=1 if bounds else 2, T=2085, N=64, P=64)
+    if dtype == torch.float16:  # nothing decays in rotary, whose gradients would leave its range
+        given = {name: x / 16 if name in ("q", "k", "v") else x for name, x in given.items()}
+    options = {"cu_seqlens": torch.tensor(bounds, device="cuda")} if bounds else {}
+    start = None
+    if started:
+        start = torch.randn(len(bounds) - 1 if bounds else 2, 2, *r.state_shape(64, 64), device="cuda")
+    expected = outcome(r, given, torch.float64, start, form="chunk", backend="torch", **options)
+    found = outcome(r, given, dtype, start, 3, backend="triton", **options)
+    for name, error in errors(found, expected).items():
+        assert error < ALLOWED[dtype], (name, error)
+
+
+@pytest.mark.parametrize("r", [spiral, delta, mamba3_biased], ids=lambda r: r.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stretches_and_segments_of_long_sequences(r, dtype):
+    """Of few heads, whose segments run in parallel, and of many, whose gradients are made one stretch at a time."""
+    for sizes in ({"B": 1, "T": 30_001, "H": 1}, {"B": 2, "T": 8_192, "H": 32}):
+        given = on_gpu(r, N=64, P=64, **sizes)
+        expected = outcome(r, given, torch.float64, form="chunk", backend="torch")
+        found = outcome(r, given, dtype, backend="triton")
+        for name, error in errors(found, expected).items():
+            assert error < ALLOWED[dtype], (name, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_do_not_grow_with_the_tokens(dtype):
+    """The gradient of an angle sums slopes of all later tokens."""
+    first, last = [], []
+    for tokens in (1024, 16_384):
+        given = on_gpu(spiral, B=1, T=tokens, H=2, N=64, P=64)
+        expected = outcome(spiral, given, torch.float64, form="chunk", backend="torch")
+        found = outcome(spiral, given, dtype, backend="triton")
+        (first if tokens == 1024 else last).append(errors(found, expected)["t"])
+    assert last[0] < 1.5 * first[0]
+
+
+@pytest.mark.parametrize("r", [mamba3_biased, rotary], ids=lambda r: r.name)
+def test_a_captured_call_runs_again(r):
+    given = {name: x.bfloat16().requires_grad_() for name, x in on_gpu(r, T=300, N=64, P=64).items()}
+
+    def step():
+        return torch.autograd.grad(r(**given, backend="triton").float().square().sum(), list(given.values()))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_compiled_call_is_the_eager_one():
+    given = {name: x.bfloat16().requires_grad_() for name, x in on_gpu(mamba3, T=300, N=64, P=64).items()}
+    compiled = torch.compile(mamba3, fullgraph=True)
+    results = []
+    for call in (mamba3, compiled, compiled):
+        y = call(**given)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), list(given.values()))])
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert (got.double() - want.double()).norm() < 2e-2 * want.double().norm()
