@@ -20,7 +20,6 @@ from dsf.fuzz import Case, Declaration, attempt
 from dsf.fuzz.grammar import KNOWN
 from dsf.language.expr import KEY
 from dsf.mixers import get
-from dsf.mixers.mamba3 import mamba3_biased
 from dsf.triton.across import LEAST, covers
 
 DTYPES = ("float32", "bfloat16")
@@ -47,7 +46,7 @@ SUBJECTS = {
     ),
     "summed-rows": declared("diag(sigmoid(sk)) - sigmoid(b) * outer(k, k) + 0.5 * outer(l, sigmoid(k) * l)", "k * v"),
     "micro-steps": mixer("delta_product"), "gated-micro-steps": mixer("gated_delta_product"),
-    "turned": lambda: mamba3_biased,
+    "turned": mixer("mamba3"), "turned-biased": declared("sigmoid(s) * turn(th)", "(k + pk) * v", "pk + q"),
     "turned-delta": declared("sigmoid(s) * (I - sigmoid(b) * outer(k, k)) @ turn(th)", "k * (sigmoid(b) * v)"),
     "normalised": mixer("linear_attention"), "exponential-gate": mixer("mlstm"),
     "gated-read": declared("sigmoid(s)", "k * v", "q * sigmoid(o)", "pv * v"),

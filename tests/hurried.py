@@ -231,7 +231,7 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
 
     def way_of(self: Any, x: Any, y: Any, found: Any) -> Any:
         """(Type, dtype and numbers' dtype of a result, operands that are numbers of Python's, bytes of what a pointer
-        points to); None where more is to be done."""
+        points to); None where more is to be done. Bits are int1, whatever was compared for them."""
         tensors = [z for z in (x, y) if type(z) is tl.tensor]
         kinds = {z.type.scalar.name for z in tensors}
         if name == "add" and len(tensors) == 2 and x.type.scalar.is_ptr() and y.type.scalar.name in INTEGERS:
@@ -246,7 +246,7 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
             None if type(z) is tl.tensor else w.handle.data.ravel()[:1].copy()
             for z, w in zip((x, y), made, strict=True)
         ]
-        return found.type, found.handle.dtype, found.handle.data.dtype, *numbers, 0
+        return found.type, tl.int1 if bits else found.handle.dtype, found.handle.data.dtype, *numbers, 0
 
     def repeated(self: Any, x: Any, y: Any, *more: Any, **named: Any) -> Any:
         key = (  # 0.0 is not -0.0

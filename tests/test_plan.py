@@ -128,7 +128,7 @@ def test_gpu_calls_run_where_the_page_of_forms_says(r, words):
     reason = plan.reason.partition("not on triton: ")[2]
     assert (plan.backend == "torch") == bool(reason)
     if reason:
-        with pytest.raises(FormError, match=re.escape(reason.removesuffix("; turned inputs are made by torch first"))):
+        with pytest.raises(FormError, match=re.escape(reason.removesuffix("; turned inputs are made first"))):
             r.plan(**sizes, backend="triton")
     else:
         assert r.plan(**sizes, backend="triton").kernel == plan.kernel

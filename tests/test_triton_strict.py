@@ -212,6 +212,23 @@ def test_a_hurried_interpreter_computes_the_same_of_any_two_operands(name: str) 
 
 
 @triton.jit
+def either_of(x, n, out):
+    """Bits from comparisons of float64, and of int32, which become blocks of bits."""
+    j = tl.arange(0, 4)
+    of_floats = (tl.load(x) > 0) | (tl.load(x + 1) > 0)
+    tl.store(out + j, 1, mask=(j < 3) & of_floats)
+    of_numbers = (n > 1) | (n < -1)
+    tl.store(out + 4 + j, 1, mask=(j < 3) & of_numbers)
+
+
+def test_bits_are_bits_whatever_was_compared() -> None:
+    for _ in range(3):
+        out = torch.zeros(8, dtype=torch.int32)
+        either_of[(1,)](torch.tensor([-1.0, 2.0], dtype=torch.float64), 5, out)
+        assert out.tolist() == [1, 1, 1, 0] * 2
+
+
+@triton.jit
 def farther(x, i, y, j):
     """The pair whose number is larger in size."""
     mine = tl.abs(x) >= tl.abs(y)

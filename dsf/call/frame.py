@@ -82,14 +82,15 @@ class Framed:
         self.torch, self.unread = frame.torch, frozenset[Expr]()
         self.final: Tensor | None = None
 
-    def make(self) -> None:
-        """Compute every input of the frame, and the leaves' columns of the final state."""
+    def make(self, wanted: bool = True) -> None:
+        """Compute every input of the frame and, if wanted, the leaves' columns of the final state."""
         for source, node in self.frame.pairs:
             self.values[node] = self._input(source).repeat_interleave(2, dim=-2)
         place, last = 0, []
         for leaf in self.frame.leaves:
             if self.unread.issuperset(leaf.nodes):
-                last.append(self._stored(leaf, self.last(leaf.source), place))
+                if wanted:
+                    last.append(self._stored(leaf, self.last(leaf.source), place))
                 place += self._width(leaf)
                 continue
             x = self.evaluate(leaf.source)
@@ -98,7 +99,8 @@ class Framed:
             for node in leaf.nodes:
                 start = None if self.rest is None else self._recalled(leaf, place)
                 moved, ended = self.delayed(x, start)
-                last.append(self._stored(leaf, ended, place))
+                if wanted:
+                    last.append(self._stored(leaf, ended, place))
                 x = self.values[node] = moved
                 place += self._width(leaf)
         self.remembered = last

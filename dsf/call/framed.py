@@ -32,7 +32,7 @@ def run_framed(
     places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
     kind = TurnedByKernels if turned else Framed
     framed = kind(spec, frame, bound, places, state, None if isinstance(bounds, list) else bounds)
-    framed.make()
+    framed.make(wanted)
     start = None if state is None else state[..., : framed.plain]
     if naive:
         start = _without_maximum(spec, frame.spec, start, bound.sizes.p)

@@ -128,8 +128,8 @@ def make_plan(
     | a sum of gated readouts in C | recurrent | the row of its system, once for each readout |
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
 
-    Turns that are a gauge, previous values and Pair inputs are first computed by torch; the row is that of the plain
-    system which remains (Spec.inner).
+    Turns that are a gauge, previous values and Pair inputs are computed first, by torch or, for chunk kernels, turns by
+    kernels (dsf.call.turned); the row is that of the plain system which remains (Spec.inner).
 
     On CUDA tensors the triton backend runs: the chunk form of identity, constant, scalar and key-diagonal decays,
     alone, with a delta rule or with a rank-one correction; the recurrent, scan and chunk forms of elementwise systems
@@ -255,7 +255,7 @@ def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
     shape = (*plan.state_shape[:-1], total)
     made = ["previous values"] * bool(frame.leaves) + ["turned inputs"] * (frame.angles is not None)
     tell = bool(made) and "was asked for" not in plan.reason
-    reason = plan.reason + f"; {' and '.join(made)} are made by torch first" * tell
+    reason = plan.reason + f"; {' and '.join(made)} are made first" * tell
     width = 8 if dtype == torch.float64 else 4
     return replace(
         plan, structure=spec.structure, state_shape=shape, state_bytes=math.prod(shape) * width,

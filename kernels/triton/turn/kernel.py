@@ -197,9 +197,10 @@ def _cos_and_sin(x):
 
 
 @triton.jit
-def _ways(own, carry, lane, slot, j, places, C: tl.constexpr):
+def _ways(own, carry, lane, slot, begin, end, j, places, C: tl.constexpr):
     """cos and sin of the sums of angles up to each of a chunk's tokens, whose own are [K, W]."""
-    before = tl.load(carry + (lane * places.slots + slot) * C.PAIRS + j, mask=j < C.PAIRS, other=0.0)
+    there = (j < C.PAIRS) & (begin < end)  # nobody wrote those of empty chunks
+    before = tl.load(carry + (lane * places.slots + slot) * C.PAIRS + j, mask=there, other=0.0)
     if C.FINE:
         total = before[None, :] + tl.cumsum(own.to(tl.float64), axis=0)
         total = (total - TURN * tl.floor(total / TURN)).to(tl.float32)
@@ -219,7 +220,7 @@ def turn_rows(angles, carry, xs, biases, firsts, outs, dots, places, C: tl.const
     there, first = (rows < end)[:, None], piece * C.W
     j, both = first + tl.arange(0, C.W), 2 * first + tl.arange(0, 2 * C.W)
     own = _angles(angles, batch, head, rows, j, there, C)
-    cos, sin = _ways(own, carry, lane, slot, j, places, C)
+    cos, sin = _ways(own, carry, lane, slot, begin, end, j, places, C)
     flat = batch * places.tokens * places.heads + head
     kept_a, kept_b = cos, sin
     for i in tl.static_range(C.COUNT):
@@ -272,7 +273,7 @@ def turn_rows_back(
     there, first = (rows < end)[:, None], piece * C.W
     j, both = first + tl.arange(0, C.W), 2 * first + tl.arange(0, 2 * C.W)
     own = _angles(angles, batch, head, rows, j, there, C)
-    cos, sin = _ways(own, carry, lane, slot, j, places, C)
+    cos, sin = _ways(own, carry, lane, slot, begin, end, j, places, C)
     flat = batch * places.tokens * places.heads + head
     turning, entering = tl.zeros([C.K, C.W], tl.float32), tl.zeros([C.W], tl.float32)
     for i in tl.static_range(C.COUNT):
