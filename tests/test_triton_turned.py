@@ -5,7 +5,19 @@ import math
 import pytest
 import torch
 from interpreted import interpreted
-from turned_family import BOUNDS, RECURRENCES, compare, delta, mamba3, mamba3_biased, outcome, rotary, sample, spiral
+from turned_family import (
+    BOUNDS,
+    RECURRENCES,
+    compare,
+    delta,
+    mamba3,
+    mamba3_biased,
+    one_angle,
+    outcome,
+    rotary,
+    sample,
+    spiral,
+)
 
 import dsf
 from dsf import Key, Pair, System, Value, sigmoid, turn
@@ -46,15 +58,18 @@ def test_stretches_of_time(r, count, monkeypatch):
     compare(outcome(r, given, torch.float32, backend="triton"), expected, 2e-6)
 
 
-@pytest.mark.parametrize("r", [spiral, delta, mamba3], ids=lambda r: r.name)
-def test_heads_that_share_keys_and_angles(r):
-    given = sample(r, H=4, keys=2)
-    expected = outcome(r, given, torch.float64, form="naive")
-    compare(outcome(r, given, torch.float32, backend="triton"), expected, 2e-6)
-    given = sample(r, H=4, keys=1)
-    given["a"] = given["a"][:, :, :1]
-    expected = outcome(r, given, torch.float64, form="naive")
-    compare(outcome(r, given, torch.float32, backend="triton"), expected, 2e-6)
+@pytest.mark.parametrize("r", [spiral, delta, one_angle, mamba3_biased], ids=lambda r: r.name)
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("started", [False, True], ids=["", "started"])
+def test_heads_that_share_keys_and_angles(r, keys, started):
+    """In a state each head may have keys of its own."""
+    given = sample(r, H=4, keys=keys)
+    alone = {i.name for i in r.spec.inputs if i.kind.time and not i.kind.axes}
+    given = {name: x[:, :, :keys] if name in alone else x for name, x in given.items()}
+    start = torch.randn(2, 4, *r.state_shape(32, 16), generator=torch.Generator().manual_seed(2)).double()
+    start = start if started else None
+    expected = outcome(r, given, torch.float64, start, form="naive")
+    compare(outcome(r, given, torch.float32, start, backend="triton"), expected, 2e-6)
 
 
 @pytest.mark.parametrize("r", [spiral, mamba3_biased], ids=lambda r: r.name)

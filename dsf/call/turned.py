@@ -154,9 +154,10 @@ class TurnedByKernels(Framed):
         xs = [self.evaluate(x.source).squeeze(-1) for x in vectors]
         biases = [self._input(x.bias)[0, 0, :, :, 0] for x in vectors if x.bias is not None]
         heads = [x.shape[2] for x in (scale, pair, *xs) if x is not None] + [x.shape[0] for x in biases]
-        common = math.lcm(*heads)
+        started = self.rest is not None and any(x.leaf is not None for x in vectors)
+        common = sizes.heads if started else math.lcm(*heads)  # in a state heads that share keys may differ
         chunk = gpu_matrix.kernel_of(self.frame.spec, sizes, self.bound.dtype, self.bound.device)[1]
-        firsts = [self.first(x.leaf, common) for x in vectors if x.leaf is not None and self.rest is not None]
+        firsts = [self.first(x.leaf) for x in vectors if x.leaf is not None and started]
         delayed = sum(1 << i for i, x in enumerate(vectors) if x.leaf is not None)
         biased = sum(1 << i for i, x in enumerate(vectors) if x.bias is not None)
         how = How(chunk, common, delayed, biased, self.recipe.dot, self.rest is not None, self.bound.dtype)
@@ -183,11 +184,10 @@ class TurnedByKernels(Framed):
         angle = angle.expand(sizes.batch, sizes.tokens, -1, -1)
         return angle if KEY in x.axes else angle.squeeze(-1)
 
-    def first(self, leaf: int, heads: int) -> Tensor:
-        """What a leaf has before the first tokens, [B or sequences, heads, N], of which every head may have its own."""
+    def first(self, leaf: int) -> Tensor:
+        """What a leaf has before the first tokens, [B or sequences, H, N]."""
         place = sum(self._width(x) * len(x.nodes) for x in self.frame.leaves[:leaf])
-        found = self._recalled(self.frame.leaves[leaf], place).squeeze(-1)
-        return found if heads == found.shape[1] else found.unflatten(1, (heads, -1))[:, :, 0]
+        return self._recalled(self.frame.leaves[leaf], place).squeeze(-1)
 
     def inner(self, rounded: bool = False) -> Bound:
         """The call of the plain system, whose turned inputs have their gradients through `turns`."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from dsf.language.annotations import Input, Kind
@@ -91,13 +90,6 @@ class Frame:
     angles: tuple[Expr, ...] | None
     torch: tuple[tuple[Expr, Expr], ...] = ()
     late: tuple[Late, ...] = ()
-
-    @cached_property
-    def read(self) -> frozenset[Expr]:
-        """The inputs that the plain system or other inputs are computed from."""
-        sources = [leaf.source for leaf in self.leaves] + [x for _, x, _ in self.whole] + [x for x, _ in self.torch]
-        sources += [x.source for x in self.turned] + [x.source for x in self.late] + list(self.angles or ())
-        return frozenset(inputs_of(*sources, *roots_of(self.spec.system)))
 
     @property
     def words(self) -> dict[Expr, Expr]:
