@@ -79,6 +79,7 @@ class Framed:
         self.plain = columns(spec.inner, bound.sizes.p).total
         self.rest = None if state is None else state[..., self.plain :]
         self.remembered: list[Tensor] = []
+        self.written: list[Tensor] = []
         self.torch, self.unread = frame.torch, frozenset[Expr]()
         self.final: Tensor | None = None
 
@@ -105,7 +106,9 @@ class Framed:
                 place += self._width(leaf)
         self.remembered = last
         for own in self.frame.late:
-            self.values[own.node] = shifted(self.evaluate(own.source), None, self.places)
+            self.values[own.node], _ = self.delayed(self.evaluate(own.source), None)
+            if wanted:
+                self.written.append(self._late(own))
         for node, source, first in self.frame.whole:
             x = self._all_heads(self.evaluate(source))
             start = None if self.rest is None else self._first(first)
@@ -265,8 +268,7 @@ class Framed:
             layout = columns(self.frame.spec, self.bound.sizes.p)
             own, gain = final.split([layout.p + layout.den, layout.gain], dim=-1)
             final = torch.cat([turn_pairs(own, self.final), gain], dim=-1)
-        for x in self.frame.late:
-            final = final + self._late(x)
+        final = sum(self.written, start=final)
         return torch.cat([final, *self.remembered], dim=-1) if self.remembered else final
 
 

@@ -20,6 +20,8 @@ from dsf.call.packing import Packing
 from dsf.call.plan import CONVOLUTION, LONG, Plan, make_plan
 from dsf.call.recurrence import Recurrence, recurrence
 from dsf.language.annotations import Value
+from dsf.language.expr import Expr
+from dsf.language.late import late
 from dsf.language.operator import I
 from dsf.language.spec import Spec
 from dsf.language.system import System
@@ -38,7 +40,7 @@ def call(
     given: this rank's inputs; for a `Simulated` world the whole inputs.
     """
     spec = of.spec
-    frame = spec.turning if form == CONVOLUTION else spec.frame
+    frame = spec.turning if form == CONVOLUTION else late(spec) or spec.frame
     assert frame is not None
     sizes = given.sizes
     if state is not None:
@@ -49,7 +51,7 @@ def call(
     state = None if state is None else state.to(bound.compute)
     cuts = None if bounds is None else boundaries(tuple(bounds))
     framed = _Spread(world, cuts, return_state, spec, frame, bound, None, state)
-    framed.make()
+    framed.make(return_state)
     tensors = _of_one_dtype(framed.inner(), {i.name for i in frame.spec.inputs if i.kind.time}, sizes.heads)
     how: dict[str, Any] = {**tensors, "cu_seqlens": cuts, "return_state": return_state}
     how |= {"initial_state": None if state is None else state[..., : framed.plain]}
@@ -90,6 +92,10 @@ class _Spread(Framed):
         moved, last = convolve(_previous, 1, x.flatten(2), state, self.cu_seqlens, self.world, self.wanted)
         moved = moved.unflatten(2, x.shape[2:])
         return moved, _nothing(x) if last is None else last.squeeze(-1).unflatten(1, x.shape[2:])
+
+    def last(self, x: Expr) -> Tensor:
+        """An expression at every global sequence's last token, [B or sequences, heads, n, p]."""
+        return self.delayed(self.evaluate(x), None)[1]
 
     def summed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The sums up to each token, and every sequence's total."""
