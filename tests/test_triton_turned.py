@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from interpreted import interpreted
 from turned_family import (
     BOUNDS,
@@ -24,9 +26,18 @@ from dsf import Key, Pair, System, Value, sigmoid, turn
 from dsf.call.bind import bind
 from dsf.call.turned import by_kernels, recipe
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
+from dsf.kernels.triton.turn.kernel import _cos_and_sin
 from dsf.kernels.turns import turn_pairs
 
 pytestmark = interpreted
+
+
+@triton.jit
+def sines(x, cos, sin, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    found = _cos_and_sin(tl.load(x + at))
+    tl.store(cos + at, found[0])
+    tl.store(sin + at, found[1])
 
 
 EVERY = pytest.mark.parametrize("r", RECURRENCES, ids=lambda r: r.name)
@@ -91,6 +102,26 @@ def test_turns_of_many_tokens_stay_exact(dtype):
     given = {name: x.to(dtype) for name, x in given.items()}
     found = rotary(**given, backend="triton")[:, -1].double()
     assert (found - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("top", [6.3, 70.0, 1e4])
+def test_sines_are_as_exact_as_float32(top):
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * top
+    cos, sin = torch.empty_like(x), torch.empty_like(x)
+    sines[(1,)](x, cos, sin, COUNT=4096)
+    assert (cos - x.double().cos()).abs().max() < 1e-7
+    assert (sin - x.double().sin()).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("r", [one_angle, delta], ids=lambda r: r.name)
+def test_every_length_in_turn(r):
+    """Short ones, and lengths that the launches of another one are made for again."""
+    for tokens in (1, 2, 63, 64, 65, 200, 131, 1):
+        given = sample(r, T=tokens, seed=tokens)
+        expected = outcome(r, given, torch.float64, form="naive")
+        found = outcome(r, given, torch.float32, form="chunk", backend="triton")
+        for name, want in expected.items():
+            assert (found[name].double() - want).norm() < 2e-6 * want.norm() + 1e-6, (tokens, name)
 
 
 def test_aliased_vectors():

@@ -81,11 +81,12 @@ def recipe(spec: Spec) -> Recipe | None:
         wholes.append((whole, Vector(t.node, *_biased(spec, whole), leaf)))
     wholes.sort(key=lambda x: x[1].leaf is not None)
     found, dot = frame.torch, 0
-    product = next((x for source, _ in found for x in children_first(source) if x.op == "sum_key"), None)
+    products = [x for source, _ in found for x in children_first(source) if x.op == "sum_key"]
+    product = next((x for x in products if x.args[0].op == "mul"), None)
     if product is not None:
         pairs = [{wholes[0][0], whole} for whole, _ in wholes]
         dot = next((i for i, pair in enumerate(pairs) if i and pair == {*product.args[0].args}), 0)
-        if dot and product.args[0].op == "mul":
+        if dot:
             found = tuple((substitute(source, {product: DOT}), node) for source, node in found)
     sources = [x for x, _ in found] + [x.source for x in frame.leaves] + [x.source for x in frame.late]
     sources += [whole for whole, _ in wholes] + [frame.angles[rows[0]]]
@@ -154,10 +155,10 @@ class TurnedByKernels(Framed):
         xs = [self.evaluate(x.source).squeeze(-1) for x in vectors]
         biases = [self._input(x.bias)[0, 0, :, :, 0] for x in vectors if x.bias is not None]
         heads = [x.shape[2] for x in (scale, pair, *xs) if x is not None] + [x.shape[0] for x in biases]
-        started = self.rest is not None and any(x.leaf is not None for x in vectors)
-        common = sizes.heads if started else math.lcm(*heads)  # in a state heads that share keys may differ
+        recalled = [x.leaf for x in vectors if x.leaf is not None and self.rest is not None]
+        common = sizes.heads if recalled else math.lcm(*heads)  # in a state heads that share keys may differ
         chunk = gpu_matrix.kernel_of(self.frame.spec, sizes, self.bound.dtype, self.bound.device)[1]
-        firsts = [self.first(x.leaf) for x in vectors if x.leaf is not None and started]
+        firsts = [self.first(leaf) for leaf in recalled]
         delayed = sum(1 << i for i, x in enumerate(vectors) if x.leaf is not None)
         biased = sum(1 << i for i, x in enumerate(vectors) if x.bias is not None)
         how = How(chunk, common, delayed, biased, self.recipe.dot, self.rest is not None, self.bound.dtype)

@@ -53,7 +53,7 @@ def late(spec: Spec) -> Frame | None:
         key, value = split_factors(pair.x, lambda factor: KEY in factor.axes)
         every.append(Late(node, plain(pair.own), plain(key), plain(value)))
         written = written + times(before, node + plain(pair.again))
-    target = next(step for step in spec.system.micro_steps if _again(step) is None)
+    target = spec.system.micro_steps[len(pairs)]
     last = replace(spec.system, A=target.A, B=const(0), earlier=(System(A=I, B=written),))
     system, angles = map_system(last, plain), None
     decay = made.spec(system).rows[1].normal.decay
@@ -83,7 +83,7 @@ def _pairs(spec: Spec) -> list[_Pair]:
     special = (system.normalize, system.gauge, system.window, system.solve)
     if spec.made or any(x is not None for x in special) or system.read != "after" or spec.readout.axes != {KEY}:
         return []
-    again = [found for step in system.micro_steps if (found := _again(step)) is not None]
+    again = [write for step in system.micro_steps if (write := _again(step)) is not None]
     first, *rest = system.micro_steps[len(again) :] or (None,)
     plain = len(spec.rows) == len(system.micro_steps) and not spec.rank
     if not again or first is None or not plain or any(step.A.kind != "identity" for step in rest):
@@ -91,13 +91,11 @@ def _pairs(spec: Spec) -> list[_Pair]:
     own = [step.B for step in (first, *rest)]
     pairs = list[_Pair]()
     for scale, x in again:
-        mine = next((b for b in own if _share(b, x) is not None), None)
-        if mine is None:
+        found = next(((b, share) for b in own if (share := _share(b, x)) is not None), None)
+        if found is None:
             return []
-        own.remove(mine)
-        share = _share(mine, x)
-        assert share is not None
-        pairs.append(_Pair(scale, x, share))
+        own.remove(found[0])
+        pairs.append(_Pair(scale, x, found[1]))
     return [] if own else pairs
 
 

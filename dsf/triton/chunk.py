@@ -106,13 +106,13 @@ def run_matrix(
         return _by_channels(spec, bound, timed, state, bounds)
     from dsf.kernels.triton.chunk.operator import matrix_mixer
 
-    (_, name), names = program_of(spec), [i.name for i in spec.inputs]
+    _, name = program_of(spec)
     check_packed(spec, bounds)
     batch = next(iter(timed.values())).shape[0]
     together = max(GRID // bound.sizes.heads, 1)
     outputs, finals, turns = [], [], list[Any]()
     if bound.turns is not None:  # of batches that run in one part (dsf.call.turned)
-        marks = bound.turns.marks
+        marks, names = bound.turns.marks, [i.name for i in spec.inputs]
         turns = [None, bound.turns.border, list(marks.values()), [names.index(x) for x in marks]]
     for first in range(0, batch, together):
         part = slice(first, first + together)

@@ -51,6 +51,30 @@ class Places(NamedTuple):
     table: Any
 
 
+class Here(NamedTuple):
+    """A program's part: a slice (piece) of the pairs of a head in a chunk (slot).
+
+    lane: batch and head; rows [K]: the chunk's tokens; begin: the first of them; end: of their sequence, whose number
+    and first chunk are `sequence` and `first`; there [K, 1]: which rows are before the end; pairs [W] and places [2 W]:
+    the numbers of the slice's pairs and of their places; flat: the index in [B, T, H] of token 0.
+    """
+
+    piece: Any
+    slot: Any
+    lane: Any
+    batch: Any
+    head: Any
+    rows: Any
+    begin: Any
+    end: Any
+    sequence: Any
+    first: Any
+    there: Any
+    pairs: Any
+    places: Any
+    flat: Any
+
+
 @dataclass(frozen=True, repr=False)
 class Turn(Config):
     """PAIRS of a vector, of which a program has W, in SLICES; K tokens a chunk.
@@ -73,90 +97,92 @@ class Turn(Config):
 
 
 @triton.jit
-def _factors(of, batch, head, rows, j, there, C: tl.constexpr):
+def _here(of, C: tl.constexpr):
+    """The part of a program. Neighbours take slices and heads of the same tokens, which are neighbours in memory."""
+    place = tl.program_id(0)
+    piece, place = place % C.SLICES, place // C.SLICES
+    head, place = (place % of.heads).to(tl.int64), place // of.heads
+    slot, batch = place % of.slots, (place // of.slots).to(tl.int64)
+    begin, end = place_of_chunk(of.table, slot, of.tokens, C.K)
+    if of.table is None:
+        sequence, first = batch, slot * 0
+    else:
+        sequence, first = sequence_of_chunk(of.table, slot)
+        sequence = sequence.to(tl.int64)
+    rows = begin + tl.arange(0, C.K)
+    pairs, places = piece * C.W + tl.arange(0, C.W), 2 * (piece * C.W) + tl.arange(0, 2 * C.W)
+    return Here(
+        piece, slot, batch * of.heads + head, batch, head, rows, begin, end, sequence, first, (rows < end)[:, None],
+        pairs, places, batch * of.tokens * of.heads + head,
+    )  # fmt: skip
+
+
+@triton.jit
+def _factors(of, here, C: tl.constexpr):
     """The factors of a chunk's angles: [K, 1] or 1, and [K, W] or 1; one of them 0 where there are no angles."""
     scale, pair = 1.0, 1.0
-    ok = there & (j < C.PAIRS)[None, :]
-    at = rows.to(tl.int64)[:, None]
+    row = here.rows.to(tl.int64)[:, None]
     if of.scale is not None:
-        at_scale = of.scale + batch * of.scale_batch + head // of.scale_group * of.scale_head + at * of.scale_token
-        scale = tl.load(at_scale, mask=there, other=0.0)
+        at = of.scale + here.batch * of.scale_batch + here.head // of.scale_group * of.scale_head
+        scale = tl.load(at + row * of.scale_token, mask=here.there, other=0.0)
     if of.at is not None:
-        at_pair = of.at + batch * of.batch + head // of.group * of.head + at * of.token + j[None, :]
-        pair = tl.load(at_pair, mask=ok, other=0.0)
+        at = of.at + here.batch * of.batch + here.head // of.group * of.head + row * of.token + here.pairs[None, :]
+        pair = tl.load(at, mask=here.there & (here.pairs < C.PAIRS)[None, :], other=0.0)
     return scale, pair
 
 
 @triton.jit
-def _angles(of, batch, head, rows, j, there, C: tl.constexpr):
+def _angles(of, here, C: tl.constexpr):
     """The angles of a chunk [K, W], 0 where there are none."""
-    scale, pair = _factors(of, batch, head, rows, j, there, C)
+    scale, pair = _factors(of, here, C)
     return scale * pair + tl.zeros([C.K, C.W], tl.float32)
 
 
 @triton.jit
-def _pairs(x, i: tl.constexpr, bias, batch, head, rows, first, there, BIASED: tl.constexpr, C: tl.constexpr):
-    """Rows of vector i of a flat tuple, from pair `first` on: the first and the second places of pairs, [K, W] each, in
-    float32. bias: of the vectors in the bits of BIASED, [H, ·]."""
-    at = x[FIELDS * i] + batch * x[FIELDS * i + 1] + head // x[FIELDS * i + 4] * x[FIELDS * i + 3]
-    j = 2 * first + tl.arange(0, 2 * C.W)
-    at += rows.to(tl.int64)[:, None] * x[FIELDS * i + 2] + j[None, :]
-    found = tl.load(at, mask=there & (j < 2 * C.PAIRS)[None, :], other=0.0).to(tl.float32)
-    if (BIASED >> i) & 1:
-        found += tl.load(bias[i] + head * (2 * C.PAIRS) + j, mask=j < 2 * C.PAIRS, other=0.0).to(tl.float32)[None, :]
+def _load(x, i: tl.constexpr, here, rows, there, C: tl.constexpr):
+    """The slice's places of rows of vector i of a flat tuple, in float32: [.., 2 W] for rows [.., 1], or of one row."""
+    at = x[FIELDS * i] + here.batch * x[FIELDS * i + 1] + here.head // x[FIELDS * i + 4] * x[FIELDS * i + 3]
+    at += rows.to(tl.int64) * x[FIELDS * i + 2] + here.places
+    return tl.load(at, mask=there & (here.places < 2 * C.PAIRS), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pairs(x, i: tl.constexpr, here, rows, there, C: tl.constexpr):
+    """Rows of vector i: the first and the second places of the slice's pairs, [K, W] each."""
+    return tl.split(tl.reshape(_load(x, i, here, rows[:, None], there, C), [C.K, C.W, 2]))
+
+
+@triton.jit
+def _pair(x, i: tl.constexpr, here, row, there, C: tl.constexpr):
+    """One row as `_pairs` loads them, [W] each."""
+    return tl.split(tl.reshape(_load(x, i, here, row, there, C), [C.W, 2]))
+
+
+@triton.jit
+def _biased(x, i: tl.constexpr, biases, here, C: tl.constexpr):
+    """The chunk's rows of vector i as `_pairs` loads them, plus the head's bias if it has one. biases: [H, 2 PAIRS]."""
+    found = _load(x, i, here, here.rows[:, None], here.there, C)
+    if (C.BIASED >> i) & 1:
+        at = biases[i] + here.head * (2 * C.PAIRS) + here.places
+        found += tl.load(at, mask=here.places < 2 * C.PAIRS, other=0.0).to(tl.float32)[None, :]
     return tl.split(tl.reshape(found, [C.K, C.W, 2]))
 
 
 @triton.jit
-def _pair(x, i: tl.constexpr, batch, head, row, first, there, C: tl.constexpr):
-    """One row as `_pairs` loads them, [W] each."""
-    at = x[FIELDS * i] + batch * x[FIELDS * i + 1] + head // x[FIELDS * i + 4] * x[FIELDS * i + 3]
-    j = 2 * first + tl.arange(0, 2 * C.W)
-    at += row.to(tl.int64) * x[FIELDS * i + 2] + j
-    found = tl.load(at, mask=there & (j < 2 * C.PAIRS), other=0.0).to(tl.float32)
-    return tl.split(tl.reshape(found, [C.W, 2]))
-
-
-@triton.jit
-def _store(to, heads, flat, rows, first, there, low, high, C: tl.constexpr):
-    """Store pairs as rows of a contiguous tensor [B, T, H, 2 PAIRS]; flat: index in [B, T, H] of its row 0."""
-    j = 2 * first + tl.arange(0, 2 * C.W)
-    at = to + (flat + rows.to(tl.int64) * heads)[:, None] * (2 * C.PAIRS) + j[None, :]
-    tl.store(at, tl.interleave(low, high).to(to.dtype.element_ty), mask=there & (j < 2 * C.PAIRS)[None, :])
-
-
-@triton.jit
-def _chunk(places, C: tl.constexpr):
-    """A program's (slice of pairs, chunk, lane, batch, head, rows [K], first token, end of its sequence).
-
-    Neighbours have the slices and heads of the same tokens, whose numbers are neighbours in memory.
-    """
-    place = tl.program_id(0)
-    piece, place = place % C.SLICES, place // C.SLICES
-    head, place = (place % places.heads).to(tl.int64), place // places.heads
-    slot, batch = place % places.slots, (place // places.slots).to(tl.int64)
-    begin, end = place_of_chunk(places.table, slot, places.tokens, C.K)
-    return piece, slot, batch * places.heads + head, batch, head, begin + tl.arange(0, C.K), begin, end
-
-
-@triton.jit
-def _sequence(table, slot, batch):
-    """The number of a chunk's sequence, and the first chunk of that."""
-    if table is None:
-        sequence, first = batch, slot * 0
-    else:
-        sequence, first = sequence_of_chunk(table, slot)
-        sequence = sequence.to(tl.int64)
-    return sequence, first
+def _store(to, heads, here, rows, there, low, high, C: tl.constexpr):
+    """Store pairs as rows of a contiguous tensor [B, T, H, 2 PAIRS]."""
+    at = to + (here.flat + rows.to(tl.int64) * heads)[:, None] * (2 * C.PAIRS) + here.places[None, :]
+    ok = there & (here.places < 2 * C.PAIRS)[None, :]
+    tl.store(at, tl.interleave(low, high).to(to.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def sum_angles(angles, to, places, C: tl.constexpr):
     """The sum of each chunk's angles in float64, [B · H, chunks, PAIRS]."""
-    piece, slot, lane, batch, head, rows, begin, end = _chunk(places, C)
-    j = piece * C.W + tl.arange(0, C.W)
-    total = tl.sum(_angles(angles, batch, head, rows, j, (rows < end)[:, None], C).to(tl.float64), axis=0)
-    tl.store(to + (lane * places.slots + slot) * C.PAIRS + j, total, mask=j < C.PAIRS)
+    here = _here(places, C)
+    total = tl.sum(_angles(angles, here, C).to(tl.float64), axis=0)
+    at = to + (here.lane * places.slots + here.slot) * C.PAIRS + here.pairs
+    tl.store(at, total, mask=here.pairs < C.PAIRS)
 
 
 @triton.jit
@@ -181,7 +207,7 @@ def carry_angles(sums, to, final, table, slots, C: tl.constexpr):
 
 @triton.jit
 def _cos_and_sin(x):
-    """cos and sin of float32 angles of up to some thousand turns, together at a third of the cost of tl.cos and tl.sin.
+    """cos and sin of float32 angles of up to some thousand turns, by one reduction and two polynomials.
 
     x = k π/2 + r with |r| ≤ π/4, for which Taylor's polynomials err by less than rounding does; π/2 in three parts, of
     which the first has so few digits that its products are exact.
@@ -197,16 +223,25 @@ def _cos_and_sin(x):
 
 
 @triton.jit
-def _ways(own, carry, lane, slot, begin, end, j, places, C: tl.constexpr):
-    """cos and sin of the sums of angles up to each of a chunk's tokens, whose own are [K, W]."""
-    there = (j < C.PAIRS) & (begin < end)  # nobody wrote those of empty chunks
-    before = tl.load(carry + (lane * places.slots + slot) * C.PAIRS + j, mask=there, other=0.0)
+def _ways(angles, carry, here, slots, C: tl.constexpr):
+    """cos and sin of the sums of angles up to each of a chunk's tokens, [K, W]."""
+    own = _angles(angles, here, C)
+    there = (here.pairs < C.PAIRS) & (here.begin < here.end)  # nobody wrote the sums before empty chunks
+    at = carry + (here.lane * slots + here.slot) * C.PAIRS + here.pairs
+    before = tl.load(at, mask=there, other=0.0)[None, :]
     if C.FINE:
-        total = before[None, :] + tl.cumsum(own.to(tl.float64), axis=0)
+        total = before + tl.cumsum(own.to(tl.float64), axis=0)
         total = (total - TURN * tl.floor(total / TURN)).to(tl.float32)
     else:
-        total = before[None, :] + tl.cumsum(own, axis=0)
+        total = before + tl.cumsum(own, axis=0)
     return _cos_and_sin(total)
+
+
+@triton.jit
+def _place_of_first(heads, here, C: tl.constexpr):
+    """Where `firsts` [B or sequences, H, 2 PAIRS] have what the sequence begins with, and whether it begins here."""
+    begins = (here.slot == here.first) & (here.begin < here.end) & (here.places < 2 * C.PAIRS)
+    return (here.sequence * heads + here.head) * (2 * C.PAIRS) + here.places, begins
 
 
 @triton.jit
@@ -215,42 +250,29 @@ def turn_rows(angles, carry, xs, biases, firsts, outs, dots, places, C: tl.const
 
     xs: the vectors. firsts: what those that are stored a token later have at first tokens, [B or sequences, H, ·].
     """
-    piece, slot, lane, batch, head, rows, begin, end = _chunk(places, C)
-    sequence, first_slot = _sequence(places.table, slot, batch)
-    there, first = (rows < end)[:, None], piece * C.W
-    j, both = first + tl.arange(0, C.W), 2 * first + tl.arange(0, 2 * C.W)
-    own = _angles(angles, batch, head, rows, j, there, C)
-    cos, sin = _ways(own, carry, lane, slot, begin, end, j, places, C)
-    flat = batch * places.tokens * places.heads + head
+    here, heads = _here(places, C), places.heads
+    cos, sin = _ways(angles, carry, here, places.slots, C)
     kept_a, kept_b = cos, sin
     for i in tl.static_range(C.COUNT):
-        a, b = _pairs(xs, i, biases, batch, head, rows, first, there, C.BIASED, C)
+        a, b = _biased(xs, i, biases, here, C)
         if C.DOT:
             if i == 0:
                 kept_a, kept_b = a, b
             if i == C.DOT:
-                at = dots + (piece * places.lanes + lane) * places.tokens + rows
-                tl.store(at, tl.sum(kept_a * a + kept_b * b, axis=1), mask=rows < end)
+                at = dots + (here.piece * places.lanes + here.lane) * places.tokens + here.rows
+                tl.store(at, tl.sum(kept_a * a + kept_b * b, axis=1), mask=here.rows < here.end)
         low, high = a * cos + b * sin, b * cos - a * sin
         if (C.DELAYED >> i) & 1:
-            _store(outs[i], places.heads, flat, rows + 1, first, (rows + 1 < end)[:, None], low, high, C)
-            begins = (slot == first_slot) & (begin < end) & (both < 2 * C.PAIRS)
+            later = here.rows + 1
+            _store(outs[i], heads, here, later, (later < here.end)[:, None], low, high, C)
+            at, begins = _place_of_first(heads, here, C)
             start = tl.zeros([2 * C.W], tl.float32)
             if C.STARTED:
-                start = tl.load(firsts[i] + (sequence * places.heads + head) * (2 * C.PAIRS) + both, mask=begins)
-            at = outs[i] + (flat + begin.to(tl.int64) * places.heads) * (2 * C.PAIRS) + both
-            tl.store(at, start.to(outs[i].dtype.element_ty), mask=begins)
+                start = tl.load(firsts[i] + at, mask=begins)
+            to = outs[i] + (here.flat + here.begin.to(tl.int64) * heads) * (2 * C.PAIRS) + here.places
+            tl.store(to, start.to(outs[i].dtype.element_ty), mask=begins)
         else:
-            _store(outs[i], places.heads, flat, rows, first, there, low, high, C)
-
-
-@triton.jit
-def _first_back(given, to, i: tl.constexpr, batch, head, sequence, both, is_first, begin, end, places, C: tl.constexpr):
-    """Store the gradient of vector i's `firsts` in a sequence's first chunk."""
-    ok = is_first & (begin < end) & (both < 2 * C.PAIRS)
-    at = given[FIELDS * i] + batch * given[FIELDS * i + 1] + head // given[FIELDS * i + 4] * given[FIELDS * i + 3]
-    start = tl.load(at + begin.to(tl.int64) * given[FIELDS * i + 2] + both, mask=ok, other=0.0)
-    tl.store(to[i] + (sequence * places.heads + head) * (2 * C.PAIRS) + both, start.to(tl.float32), mask=ok)
+            _store(outs[i], heads, here, here.rows, here.there, low, high, C)
 
 
 @triton.jit
@@ -264,64 +286,69 @@ def turn_rows_back(
     outs: the turned vectors; given: their gradients; border: of turning the state behind each chunk but a sequence's
     last, [B · H, chunks, PAIRS]; d_final: of the sums over sequences, [B or sequences, H, PAIRS], or None; d_dots:
     [B, H, T].
-
-    A chunk's slopes and the border behind it add up to the border before it, but for rounding errors. What is missing
-    is spread over the chunk evenly, which leaves a third of the variance of these errors.
     """
-    piece, slot, lane, batch, head, rows, begin, end = _chunk(places, C)
-    sequence, first_slot = _sequence(places.table, slot, batch)
-    there, first = (rows < end)[:, None], piece * C.W
-    j, both = first + tl.arange(0, C.W), 2 * first + tl.arange(0, 2 * C.W)
-    own = _angles(angles, batch, head, rows, j, there, C)
-    cos, sin = _ways(own, carry, lane, slot, begin, end, j, places, C)
-    flat = batch * places.tokens * places.heads + head
+    here, heads = _here(places, C), places.heads
+    cos, sin = _ways(angles, carry, here, places.slots, C)
     turning, entering = tl.zeros([C.K, C.W], tl.float32), tl.zeros([C.W], tl.float32)
     for i in tl.static_range(C.COUNT):
-        at, here, within = rows, there, there
+        rows, there, within = here.rows, here.there, here.there
         if (C.DELAYED >> i) & 1:
-            at = rows + 1
-            here = (at < end)[:, None]
-            within = here & (at < begin + C.K)[:, None]  # later ones are the border's
-            x, y = _pair(outs, i, batch, head, begin, first, begin < end, C)
-            d_x, d_y = _pair(given, i, batch, head, begin, first, begin < end, C)
+            rows = here.rows + 1
+            there = (rows < here.end)[:, None]
+            within = there & (rows < here.begin + C.K)[:, None]  # later ones are the border's
+            x, y = _pair(outs, i, here, here.begin, here.begin < here.end, C)
+            d_x, d_y = _pair(given, i, here, here.begin, here.begin < here.end, C)
             entering += d_x * y - d_y * x
-        low, high = _pairs(outs, i, biases, batch, head, at, first, here, 0, C)
-        d_low, d_high = _pairs(given, i, biases, batch, head, at, first, here, 0, C)
+        low, high = _pairs(outs, i, here, rows, there, C)
+        d_low, d_high = _pairs(given, i, here, rows, there, C)
         turning += tl.where(within, d_low * high - d_high * low, 0.0)
         a, b = d_low * cos - d_high * sin, d_low * sin + d_high * cos
         if C.DOT and (i == 0 or i == C.DOT):
-            slope = tl.load(d_dots + lane * places.tokens + rows, mask=rows < end, other=0.0)[:, None]
-            other_a, other_b = _pairs(xs, C.DOT - i, biases, batch, head, rows, first, there, C.BIASED, C)
-            a += slope * tl.where(there, other_a, 0.0)
-            b += slope * tl.where(there, other_b, 0.0)
-        _store(dxs[i], places.heads, flat, rows, first, there, a, b, C)
+            at = d_dots + here.lane * places.tokens + here.rows
+            slope = tl.load(at, mask=here.rows < here.end, other=0.0)[:, None]
+            other_a, other_b = _biased(xs, C.DOT - i, biases, here, C)
+            a += slope * tl.where(here.there, other_a, 0.0)
+            b += slope * tl.where(here.there, other_b, 0.0)
+        _store(dxs[i], heads, here, here.rows, here.there, a, b, C)
         if (C.BIASED >> i) & 1:
-            a, b = tl.where(there, a, 0.0), tl.where(there, b, 0.0)
+            a, b = tl.where(here.there, a, 0.0), tl.where(here.there, b, 0.0)
             total = tl.interleave(tl.sum(a, axis=0), tl.sum(b, axis=0))
-            into = d_biases[i] + (slot * places.lanes + lane) * (2 * C.PAIRS) + both
-            tl.store(into, total, mask=both < 2 * C.PAIRS)
+            into = d_biases[i] + (here.slot * places.lanes + here.lane) * (2 * C.PAIRS) + here.places
+            tl.store(into, total, mask=here.places < 2 * C.PAIRS)
         if C.STARTED and (C.DELAYED >> i) & 1:
-            _first_back(given, d_firsts, i, batch, head, sequence, both, slot == first_slot, begin, end, places, C)
-    last = begin + C.K >= end
-    inside = tl.sum(turning, axis=0)
-    after = tl.load(border + (lane * places.slots + slot) * C.PAIRS + j, mask=(j < C.PAIRS) & ~last, other=0.0)
-    if d_final is not None:
-        of_end = d_final + (sequence * places.heads + head) * C.PAIRS + j
-        after += tl.load(of_end, mask=(j < C.PAIRS) & last & (begin < end), other=0.0)
-    if C.STARTED:
-        known = slot > first_slot
-    else:  # turning a state of zeros changes nothing
-        known = slot >= first_slot
-    of_before = border + (lane * places.slots + slot - 1) * C.PAIRS + j
-    before = tl.load(of_before, mask=(j < C.PAIRS) & (slot > first_slot), other=0.0)
-    error = tl.where(known, before - after - entering - inside, 0.0)
-    count = tl.minimum(tl.maximum(end - begin, 1), C.K)
-    later = (count - tl.arange(0, C.K)).to(tl.float32) / count
-    total = (after + inside)[None, :] - tl.cumsum(turning, axis=0) + turning + error[None, :] * later[:, None]
-    scale, pair = _factors(angles, batch, head, rows, j, there, C)
+            at, begins = _place_of_first(heads, here, C)
+            tl.store(d_firsts[i] + at, _load(given, i, here, here.begin, begins, C), mask=begins)
+    slopes = _slopes_of_angles(turning, entering, border, d_final, here, places, C)
+    scale, pair = _factors(angles, here, C)
     if d_scale is not None:
-        to = d_scale + (piece * places.lanes + lane) * places.tokens + rows
-        tl.store(to, tl.sum(tl.where(j[None, :] < C.PAIRS, total * pair, 0.0), axis=1), mask=rows < end)
+        to = d_scale + (here.piece * places.lanes + here.lane) * places.tokens + here.rows
+        own = tl.where(here.pairs[None, :] < C.PAIRS, slopes * pair, 0.0)
+        tl.store(to, tl.sum(own, axis=1), mask=here.rows < here.end)
     if d_pair is not None:
-        to = d_pair + (flat + rows.to(tl.int64) * places.heads)[:, None] * C.PAIRS + j[None, :]
-        tl.store(to, total * scale, mask=there & (j < C.PAIRS)[None, :])
+        to = d_pair + (here.flat + here.rows.to(tl.int64) * heads)[:, None] * C.PAIRS + here.pairs[None, :]
+        tl.store(to, slopes * scale, mask=here.there & (here.pairs < C.PAIRS)[None, :])
+
+
+@triton.jit
+def _slopes_of_angles(turning, entering, border, d_final, here, places, C: tl.constexpr):
+    """The gradients of a chunk's angles [K, W] from those of turning each token's vectors (turning).
+
+    They are sums over all later tokens: those of the chunk, and the border behind it. With what the first row has of
+    the token before (entering) these add up to the border before the chunk, but for rounding errors. What is missing is
+    spread over the chunk evenly, which leaves a third of the variance of these errors.
+    """
+    inside, last = tl.sum(turning, axis=0), here.begin + C.K >= here.end
+    at = border + (here.lane * places.slots + here.slot) * C.PAIRS + here.pairs
+    after = tl.load(at, mask=(here.pairs < C.PAIRS) & ~last, other=0.0)
+    if d_final is not None:
+        of_end = d_final + (here.sequence * places.heads + here.head) * C.PAIRS + here.pairs
+        after += tl.load(of_end, mask=(here.pairs < C.PAIRS) & last & (here.begin < here.end), other=0.0)
+    if C.STARTED:
+        known = here.slot > here.first
+    else:  # turning a state of zeros changes nothing
+        known = here.slot >= here.first
+    before = tl.load(at - C.PAIRS, mask=(here.pairs < C.PAIRS) & (here.slot > here.first), other=0.0)
+    error = tl.where(known, before - after - entering - inside, 0.0)
+    count = tl.minimum(tl.maximum(here.end - here.begin, 1), C.K)
+    later = (count - tl.arange(0, C.K)).to(tl.float32) / count
+    return (after + inside)[None, :] - tl.cumsum(turning, axis=0) + turning + error[None, :] * later[:, None]

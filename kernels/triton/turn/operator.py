@@ -17,10 +17,8 @@ from dsf.kernels.triton.sizes import power
 from dsf.kernels.triton.turn.kernel import Angles, Places, Turn, carry_angles, sum_angles, turn_rows, turn_rows_back
 
 WIDEST = 32  # pairs of a program
-NARROW = 16  # of gradients, which hold twice as many numbers of a pair
-REGISTERS = (
-    96  # of a thread, so that five programs of gradients fit on a processor, whose loads hide each other's waits
-)
+NARROW = 16  # pairs of a program of gradients, which hold twice as many numbers of a pair
+REGISTERS = 96  # of a thread for gradients, so that five programs fit on a processor
 
 
 @dataclass(frozen=True)
