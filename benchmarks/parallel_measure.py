@@ -1,6 +1,7 @@
 """What benchmarks/parallel.py measures on every rank: inputs, clocks, errors, memory, pieces, the link, a peer."""
 
 import importlib
+import math
 import os
 import statistics
 import time
@@ -102,9 +103,13 @@ def both_ways(call, inputs):
 
 
 class Clock:
-    """Milliseconds a call, of calls one after the other between two events; the slowest rank's, medians of samples."""
+    """Milliseconds a call, of calls one after the other between two events; the slowest rank's, medians of samples.
 
-    def __init__(self, device, repeats, sample_ms=8.0):
+    A sample has enough calls for `sample_ms`: the first one begins on an idle GPU, which waits for the host, and the
+    others as in training, where the host is ahead.
+    """
+
+    def __init__(self, device, repeats, sample_ms=20.0):
         self.device, self.repeats, self.sample_ms = device, repeats, sample_ms
 
     def wait(self):
@@ -141,7 +146,7 @@ class Clock:
             if turn:
                 samples.append(both.tolist())
             else:
-                count = max(1, min(50, int(self.sample_ms / max(both[0].item(), 1e-3))))
+                count = max(1, min(50, math.ceil(self.sample_ms / max(both[0].item(), 1e-3))))
         return tuple(statistics.median(column) for column in zip(*samples, strict=True))
 
 
@@ -324,10 +329,11 @@ def pieces(recurrence, given, cp, clock):
         start = rank.empty()
         if found["fused"]:
             shard = rank.shard
-            found["F"] = clock(lambda: shard.summary(None, False))[0]
-            found["M"] = max(0.0, clock(lambda: shard.summary(None, True))[0] - found["F"])
-            held = shard.summary(None, False)[2]
+            found["F"] = clock(lambda: shard.summary(None, False, False))[0]
+            found["M"] = max(0.0, clock(lambda: shard.summary(None, True, False))[0] - found["F"])
+            held = shard.summary(None, False, False)[2]
             found["main"] = clock(lambda: shard.forward(start, False, held))[0]
+            held = shard.summary(None, False, True)[2]
             _, _, saved = shard.forward(start, True, held)
             found["C"] = clock(lambda: shard.adjoint(dy, None, start, saved, held))[0]
         else:

@@ -95,8 +95,11 @@ def test_parts_of_longer_sequences_with_other_heads_are_what_whole_ones_are(name
         torch.testing.assert_close(y, recurrence(**{name: x.detach() for name, x in whole.items()}))
 
 
+RANKED = ["mlstm", "ssd", "linear_attention", "retnet", "gated_deltanet", "kda", "gla", "rwkv7"]
+
+
 @pytest.mark.parametrize("heads, tokens", [((64, 16), (512, 2048)), ((3, 5), (320, 192))])
-@pytest.mark.parametrize("name", ["mlstm", "ssd", "linear_attention", "retnet"])
+@pytest.mark.parametrize("name", RANKED)
 def test_ranks_with_other_numbers_of_heads(name, heads, tokens):
     """One after the other in one process, on two simulated ranks: as the whole sequence."""
     recurrence, world = mixers.get(name).recurrence, Simulated(2)

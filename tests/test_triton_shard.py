@@ -1,5 +1,6 @@
 """Sequences over ranks on the kernels, in Triton's interpreter: the passes around the exchanges against the oracle."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,14 @@ from mixer_inputs import sample
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, tanh
+from dsf.call.bind import bind
+from dsf.kernels.triton import operators
 from dsf.kernels.triton.chunk import call as chunk_calls
 from dsf.kernels.triton.chunk import matrix as matrix_kernels
 from dsf.kernels.triton.scan import launches as scan_launches
 from dsf.mixers import get
 from dsf.parallel import Simulated, fused
+from dsf.triton.shard import Shard
 
 pytestmark = interpreted
 
@@ -140,22 +144,49 @@ def test_head_and_tail_are_rows_of_one_pass(count, monkeypatch, counted):
     compare(recurrence, given, begun(recurrence, given), Simulated(2, "headtail", exchange="transpose"), counted)
 
 
-def test_what_is_summed_up_before_changes_no_bit(monkeypatch):
-    """One rank alone, entered with a state: the passes after a summary against a plain call."""
-    from dsf.call.bind import bind
-    from dsf.triton.shard import Shard
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels of every pass that ran for the first time."""
+    found = Counter()
+    runnable = operators.runnable
 
-    for name in ("gated_deltanet", "s6"):
-        recurrence = get(name).recurrence
-        cut_time(monkeypatch, 2)
-        given = {n: x.float() for n, x in draw(recurrence, 70).items()}
-        state = begun(recurrence, given)
-        shard = Shard.of(recurrence.spec, bind(recurrence.spec, (), given))
-        last, _, held = shard.summary(state, False)
-        y, final, _ = shard.forward(state, True, held)
-        plain, end = recurrence(**given, initial_state=state, return_state=True, backend="triton")
-        assert held and torch.equal(y, plain) and torch.equal(final, end)
+    def noted(schedule):
+        found.update(x.kernel.__name__ for x in schedule.launches)
+        return runnable(schedule)
+
+    monkeypatch.setattr(operators, "runnable", noted)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["gated_deltanet", "ssd", "kda", "gla", "rwkv6", "rwkv7", "mlstm", "retnet", "s6"])
+def test_what_is_summed_up_before_changes_no_bit(name, count, monkeypatch, launched):
+    """One rank alone, entered with a state: the passes after a summary against a plain call and its gradients."""
+    recurrence = get(name).recurrence
+    cut_time(monkeypatch, count)
+    given = {n: x.float().requires_grad_() for n, x in draw(recurrence, 70).items()}
+    state = begun(recurrence, given)
+    shard = Shard.of(recurrence.spec, bind(recurrence.spec, (), given))
+    plain, end = recurrence(**given, initial_state=state, return_state=True, backend="triton")
+    dy, dend = torch.randn_like(plain), torch.randn_like(end)
+    if recurrence.spec.is_stabilised:
+        dend[..., -1] = 0.0  # of the running maximum there is none
+    with torch.no_grad():
+        launched.clear()
+        last, _, held = shard.summary(state, False, True)
+        y, final, saved = shard.forward(state, True, held)
+        if name != "mlstm":  # whose rows depend on what enters
+            once = ["prepare", "prepare_keys", "rank_one_chunk", "delta_transform", "sum_piece"]
+            assert max(launched[kernel] for kernel in once) <= 1 and launched["pointwise"] <= 2, launched
+        assert torch.equal(y, plain) and torch.equal(final, end)
         torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-5)
+        launched.clear()
+        _, later = shard.adjoint(dy, dend[..., : last.shape[-1] - recurrence.spec.is_stabilised], state, saved, held)
+        pulled, _ = shard.backward(dy, dend, state, saved, [True] * len(shard.operands), later)
+        assert launched["prepare"] <= 1 and launched["pointwise"] <= 2, launched  # readout and prologue
+    if not shard.scans:  # whose operands are computed from the inputs, by operators that autograd knows
+        expected = torch.autograd.grad([plain, end], shard.operands, [dy, dend])
+        assert all(torch.equal(a, b) for a, b in zip(pulled, expected, strict=True))
 
 
 @dsf.recurrence

@@ -36,12 +36,14 @@ from dsf.triton.shard import Shard, takes
 class Fused(Rank):
     """A rank whose passes are kernels; its rows are the slots of every row of the batch.
 
-    shard: the passes for these rows. moves: whether the exchange needs M. held, saved, later: tensors that the passes
-    summary, forward and adjoint keep for later ones. begin: the rows' initial states.
+    shard: the passes for these rows. moves: whether the exchange needs M. keep: whether gradients are wanted. held,
+    saved, later: tensors that the passes summary, forward and adjoint keep for later ones. begin: the rows' initial
+    states.
     """
 
     shard: Shard = field(kw_only=True)
     moves: bool = field(kw_only=True, default=False)
+    keep: bool = False
     held: list[Tensor] = field(default_factory=list)
     saved: list[Tensor] = field(default_factory=list)
     later: list[Tensor] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Fused(Rank):
             first = None
             if self.initial is not None and any(part.number == 0 for part in self.parts):
                 first = self._row_state([self.empty() for _ in self.parts])
-            final, move, self.held = self.shard.summary(first, self.moves)
+            final, move, self.held = self.shard.summary(first, self.moves, self.keep)
             self._summary = final, move
         return self._summary
 
@@ -137,11 +139,11 @@ class Fused(Rank):
         found.held, found.saved, found.later = [], [], []
         return found
 
-    def run(self, starts: Several[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
-        """The main pass: (y, the final state of every row). keep: with the tensors of the backward passes."""
+    def run(self, starts: Several[Tensor]) -> tuple[Tensor, Tensor]:
+        """The main pass: (y, the final state of every row), with the tensors of the backward passes if `keep`."""
         alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
         self.begin = None if alone else self._row_state(starts)
-        y, last, self.saved = self.shard.forward(self.begin, keep, self.held)
+        y, last, self.saved = self.shard.forward(self.begin, self.keep, self.held)
         self._summary = None
         return tokens_of_rows(y, self.layout.slots), last
 
@@ -208,11 +210,13 @@ def _passes(job: Any, keep: bool) -> tuple[tuple[Tensor, ...], list[list[Several
     """Summary, exchange and main pass: (y of every rank, then, with return_state, the global final states; for every
     rank what the backward pass needs, if `keep`)."""
     ranks: list[Fused] = job.ranks
+    for rank in ranks:
+        rank.keep = keep
     with torch._C._AutoDispatchBelowAutograd():
         for rank in ranks if job.world.ranks > 1 else ():
             rank.summed()
         entered = job.world.run([job.exchange.enter(rank) for rank in ranks])
-        passes = [rank.run(e.starts, keep) for rank, e in zip(ranks, entered, strict=True)]
+        passes = [rank.run(e.starts) for rank, e in zip(ranks, entered, strict=True)]
         groups: list[list[Several[Tensor]]] = []
         for rank, e, (_, last) in zip(ranks, entered, passes, strict=True) if keep else ():
             begin = [] if rank.begin is None else [rank.begin]

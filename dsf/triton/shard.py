@@ -54,10 +54,10 @@ class Shard:
             return frame.kind in ("dense", "scale")
         return frame.kind == "scale" and frame.rows == frame.columns == 1 and not frame.signed and not self.scans
 
-    def summary(self, state: Tensor | None, moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def summary(self, state: Tensor | None, moves: bool, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(the state after the shard, from `state` or from zero; M if `moves`; what `forward` takes as `held`).
 
-        M: what the shard multiplies a state by.
+        M: what the shard multiplies a state by. keep: whether `forward` will be called with it.
         """
         if self.scans:
             from dsf.kernels.triton.scan.shard import scan_shard
@@ -66,7 +66,7 @@ class Shard:
             return found
         from dsf.kernels.triton.chunk.shard import matrix_shard
 
-        found = matrix_shard(self.operands, state, self.name, moves)
+        found = matrix_shard(self.operands, state, self.name, moves, keep)
         return found
 
     def forward(self, state: Tensor | None, keep: bool, held: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:

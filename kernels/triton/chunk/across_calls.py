@@ -25,7 +25,7 @@ WIDTH = 64  # entries of P that a program of dx and dv handles: two accumulators
 class _Call(matrix._Call):
     """What all launches share. In the forward pass its q is k, for no row is read along the usual axis."""
 
-    def _prepare(self, g: Tensor, kept: Sequence[Tensor] | None) -> None:
+    def _prepare(self, g: Tensor, kept: Sequence[Tensor] | None, ahead: Sequence[Tensor]) -> None:
         """G and the rows that the walk writes into states; or, from what was kept, those that the reverse walk does."""
         length, fine, none = self.chunks * self.tiles.chunk, 2 if self.fine else 1, self.empty(0)
         self.config = Across(**self.common, BK=self.key_block, LEVELS=self.levels, TERMS=self.terms.keys)

@@ -17,7 +17,8 @@ from torch import Tensor
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk.across_calls import gradients, output
 from dsf.kernels.triton.chunk.call import ChunkCall
-from dsf.kernels.triton.chunk.operator import by_row, first_reads, pulled_back
+from dsf.kernels.triton.chunk.operator import pulled_back
+from dsf.kernels.triton.chunk.reads import by_row, first_reads
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import PROGRAMS
 

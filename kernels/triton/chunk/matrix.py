@@ -63,11 +63,11 @@ class _Call:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, s: Tensor | None, b: Tensor | None, c: Tensor | None,
         heads: int, log: bool, normal: Normaliser | None = None, finish: Finish | None = None,
         kept: Sequence[Tensor] | None = None, packed: Sequences | None = None, traits: Traits = Traits(),  # noqa: B008
-        back: bool = False,
+        back: bool = False, ahead: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """kept: where decays differ by key, the forward pass's KeyRows, or an empty list to allocate those to keep.
 
-        back: in the backward pass.
+        back: in the backward pass. ahead: what `ahead` gave of an earlier call of the same tensors and direction.
         """
         self.batch, self.tokens, _, n = q.shape
         self.delta = b is not None
@@ -115,7 +115,12 @@ class _Call:
         if q.dtype != torch.bfloat16:  # narrower blocks of keys gave wrong results
             self.key_block = min(self.tiles.keys, self.key_block)
         self.levels = self.tiles.chunk.bit_length() - 1
-        self.scalars = prepared_scalars(self, None if self.keywise else g, s, b, c)
+        if ahead:
+            self.scalars = ahead[0] if ahead[0].numel() else q
+            if normal is not None:
+                normal.added = ahead[1]
+        else:
+            self.scalars = prepared_scalars(self, None if self.keywise else g, s, b, c)
         self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # rows that the walks multiply with states
         self.rest_of_reads = self.rest_of_writes = q  # their rounding errors, or those of scores
@@ -123,18 +128,28 @@ class _Call:
         self.made: KeyRows | None = None
         if self.keywise:
             assert g is not None
-            self._prepare(g, kept)
+            self._prepare(g, kept, ahead[2:])
 
-    def _prepare(self, g: Tensor, kept: Sequence[Tensor] | None) -> None:
+    def _prepare(self, g: Tensor, kept: Sequence[Tensor] | None, ahead: Sequence[Tensor]) -> None:
         """The rows of decays that differ by key: those of the forward pass, or prepared from log decays g."""
         if kept:
             self.made = KeyRows(*kept)
         else:
-            self.made, left = prepared(self, g, kept is not None)
+            self.made, left = (KeyRows(*ahead[:-1]), ahead[-1]) if ahead else prepared(self, g, kept is not None)
             self.system, self.rest_of_writes = left, self.made.rest if self.delta else left
         self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
         self.reads, self.writes, self.rest_of_reads = self.made.reads, self.made.writes, self.made.rest
         self.erased = self.made.erased if self.delta else self.writes
+
+    def ahead(self) -> list[Tensor]:
+        """The prepared scalars, what each chunk adds to a normaliser, and the rows of decays that differ by key."""
+        none = self.empty(0)
+        made = [none if self.scalars is self.q else self.scalars, none]
+        if self.normal is not None and self.normal.added is not None:
+            made[1] = self.normal.added
+        if self.made is not None and not self.back:
+            made += [*self.made, self.system if self.delta else self.rest_of_writes]
+        return made
 
     @property
     def marks(self) -> tuple[int, int] | None:
@@ -266,11 +281,13 @@ def _chunk_matrix(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
 
-    kept: filled with what else the backward pass can use, where decays differ by key. held: the inverses, and what
-    `Held` has, if they were found before.
+    kept: filled with what else the backward pass can use, where decays differ by key. held: the inverses, `local` and
+    `passed` of `Held`, and `_Call.ahead`, if they were found before; empty tensors for what a call does not have.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, traits)
-    call.held = Held(*held[1:]) if len(held) > 1 else None
+    call = _Call(
+        q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, traits, ahead=held[3:]
+    )  # fmt: skip
+    call.held = Held(*held[1:3]) if held and call.is_cut else None
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         assert normal.added is not None
@@ -294,10 +311,10 @@ def _chunk_matrix_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
 
-    kept: by the forward pass, if it did. held: what `Held` has, if it was found before.
+    kept: by the forward pass, if it did. held: `_Call.ahead` and, with segments, what `Held` has, if found before.
     """
-    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, traits, True)
-    call.held = Held(*held) if held else None
+    call = _Call(q, k, v, decay, source, erase, read, heads, log, normal, None, kept, packed, traits, True, held[:2])
+    call.held = Held(*held[2:]) if held and call.is_cut else None
     t, lead = call.tiles, (call.batch, call.tokens, heads)
     dy = dy.contiguous()
     delta = erase is not None

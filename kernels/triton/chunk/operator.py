@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
-from dsf.kernels.triton.chunk.call import ChunkCall, last_rows
+from dsf.kernels.triton.chunk.call import ChunkCall
 from dsf.kernels.triton.chunk.cross import Border
 from dsf.kernels.triton.chunk.normaliser import Normaliser
+from dsf.kernels.triton.chunk.reads import by_row, count_reads, pull_first, read_first, read_gradient
 from dsf.kernels.triton.chunk.row_gradients import Skip
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import PROGRAMS, gathered
@@ -48,22 +49,6 @@ def starting(call: ChunkCall, state: Tensor | None) -> tuple[Tensor | None, Tens
     return start.contiguous(), first, scale
 
 
-def _read_first(call: ChunkCall, start: Tensor | None, y: Tensor) -> Tensor:
-    """The first tokens' reads of S_0 [B or sequences, H, columns], for read="before"."""
-    if start is None:
-        return y.new_zeros(call.ends, call.heads, call.columns + call.inside)
-    query, read = call.operand("query"), call.operand("read")
-    assert query is not None
-    q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
-    seen = _read(q, start)
-    return (seen if read is None else seen * call.first(read).unsqueeze(-1)).to(y.dtype)
-
-
-def _read(q: Tensor, state: Tensor) -> Tensor:
-    """qᵀ S [..., columns] for q [..., N]. Not by matmul, for which users may have chosen tf32."""
-    return (q.unsqueeze(-1) * state).sum(-2)
-
-
 def _forward(
     operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
     held: Sequence[Tensor] | None = None, border: Tensor | None = None, marks: Sequence[Tensor] | None = None,
@@ -71,8 +56,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y [B, T, H, P], the final state [B, H, N, columns], and with `keep` what the backward pass needs.
 
-    bounds: boundaries [S + 1] of packed sequences, which then have states [S, H, N, columns]. held: results of
-    dsf.kernels.triton.chunk.shard, or None. border, marks and marked are for gradients alone (`_Differentiable`).
+    bounds: boundaries [S + 1] of packed sequences, which then have states [S, H, N, columns]. held: what
+    dsf::matrix_shard returned, or nothing. border, marks and marked are for gradients alone (`_Differentiable`).
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands, bounds)
@@ -82,16 +67,20 @@ def _forward(
         level, last, _ = call.level(first)
         call.keep_level(level)
         saved.append(level)
-    saved += call.make()
+    count = len(known.made)
+    made, rest = (held[:count], held[count:]) if held else (call.make(), ())
+    if held:
+        call.keep(made)
+    saved += made
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
     more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
     call.tensors[".more"] = more
-    y, ends, kept, den = _chunks(call, start, wide, keep, held or ())
+    y, ends, kept, den = _chunks(call, start, wide, keep, rest)
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
         y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
     if known.before:
-        first_read = _read_first(call, start, y)
+        first_read = read_first(call, start, y)
         y = call.later(y, first_read[..., : y.shape[-1]])
         if den is not None:
             den = call.later(den, first_read[..., -1])
@@ -120,7 +109,7 @@ def _chunks(
     """The chunk kernels: y (float32 when `wide`), S_T's columns, what the backward pass needs, the normaliser."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
-        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep)
+        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep, held=held)
         return y, [final], kept, None
     finish = None
     if not wide and "finish" in call.program.accesses:
@@ -133,75 +122,6 @@ def _chunks(
         return y, [final], [solve, *(rows or ())], None
     assert normal.states is not None and normal.final is not None
     return y, [final, normal.final.unsqueeze(-1)], [solve, normal.states, *(rows or ())], normal.read
-
-
-def read_gradient(call: ChunkCall, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the read [B, T, H, columns] and of the normaliser's read [B, T, H] or None, from y's."""
-    call.tensors[".dy"] = dy
-    if "readout_adjoint" not in call.program.accesses:
-        return dy, None
-    if call.program.quotient:
-        of_den, factor = (call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) for _ in range(2))
-        call.tensors |= {".dden": of_den, ".factor": factor}
-        call.launch("readout_adjoint")
-        return dy, of_den
-    out = call.empty(call.batch, call.tokens, call.heads, call.columns, dtype=call.dtype)
-    slope = call.empty(call.batch, call.heads, call.tokens).movedim(1, -1) if call.inside else None
-    call.tensors |= {".dnum": out[..., : call.p], ".dtail": out[..., call.p :], ".dden": slope}
-    call.launch("readout_adjoint")
-    return out, slope
-
-
-def _pull_first(
-    call: ChunkCall, d_first: Tensor, start: Tensor | None, gradients: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """For read="before": the gradients of queries and read scales moved to their own tokens, with those of the first
-    token's read of S_0; `state`: the gradient of S_0 through it."""
-    found = {}
-    query, read = call.operand("query"), call.operand("read")
-    for name, x in gradients.items():
-        found[name] = call.later(x, x.new_zeros(call.ends, *x.shape[2:]))
-    if start is None or query is None:
-        return found
-    q = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1)
-    d = d_first.float()
-    if read is not None:
-        if "read" in found:
-            of_read = (_read(q, start) * d).sum(-1)
-            found["read"] = call.later(gradients["read"], of_read)
-        d = d * call.first(read).unsqueeze(-1)
-    of_query = (start * d.unsqueeze(-2)).sum(-1)
-    found["query"] = call.later(gradients["query"], of_query.to(gradients["query"].dtype))
-    found["state"] = first_reads(call, d_first)
-    return found
-
-
-def first_reads(call: ChunkCall, d_first: Tensor) -> Tensor:
-    """The gradient of S_0 through first tokens' reads, for read="before"."""
-    query, read = call.operand("query"), call.operand("read")
-    assert query is not None
-    q, d = call.first(query).float().repeat_interleave(call.heads // query.shape[2], dim=1), d_first.float()
-    d = d if read is None else d * call.first(read).unsqueeze(-1)
-    return q.unsqueeze(-1) * d.unsqueeze(-2)
-
-
-def by_row(
-    call: ChunkCall, dy: Tensor, slope: Tensor | None, dfinal: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients (of first tokens' reads, of all reads, of the normaliser's reads, of the final state), arranged by
-    the chunk kernels' rows: micro-steps, shifted for read="before"."""
-    known, micro = call.program, call.program.micro
-    d_first = dy[:, 0]
-    if known.before:
-        d_first = call.first(dy)
-        if slope is not None:
-            d_first = torch.cat([d_first.float(), call.first(slope).unsqueeze(-1)], dim=-1)
-        dy, slope = call.earlier(dy), None if slope is None else call.earlier(slope)
-    if micro > 1:
-        dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
-    if dfinal is not None and known.column:
-        dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()
-    return d_first, dy, slope, dfinal
 
 
 def _chunk_gradients(
@@ -219,7 +139,7 @@ def _chunk_gradients(
         token = {name: x[:, micro - 1 :: micro] for name, x in token.items()}
         rows = {name: x.unflatten(1, (call.tokens, micro)) for name, x in rows.items()}
     if known.before:
-        token = _pull_first(call, d_first, start, token)
+        token = pull_first(call, d_first, start, token)
         if "state" in token:
             first = first + token.pop("state")
     if known.column:
@@ -298,7 +218,8 @@ def _backward(
         own = a.role in wanted and a.role in known.vectors
         call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
     turned = Turned(Border() if bordered else None, frozenset(known.inputs[i].role for i in fine))
-    found, first = _chunk_gradients(call, *read_gradient(call, dy), dfinal, start, kept, held, turned)
+    reads, held = held[: count_reads(known)], held[count_reads(known) :]
+    found, first = _chunk_gradients(call, *read_gradient(call, dy, reads), dfinal, start, kept, held, turned)
     out = pulled_back(call, wanted, found, turned.fine)
     if turned.border is not None:
         assert turned.border.slopes is not None

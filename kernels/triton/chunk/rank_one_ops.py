@@ -131,13 +131,17 @@ class _Call:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
     made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, group: int, wide: bool,
-    keep: bool, packed: Sequences | None = None,
+    keep: bool, packed: Sequences | None = None, held: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`)."""
+    """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P], and what the backward pass takes (`keep`).
+
+    held: what `shard` made of the chunks' rows, or nothing.
+    """
     call = _Call(q, v, heads, floor, group, packed)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
-    final, kept = call.end(), call.kept(keep)
-    _make_chunks(call, kept, (q, right, left, k, decay), own, made)
+    final, kept = call.end(), Kept(*held) if held else call.kept(keep)
+    if not held:
+        _make_chunks(call, kept, (q, right, left, k, decay), own, made)
     call.walk(kept, v, state, y, kept.states if keep else None, final, False)
     return y, final, list(kept) if keep else []
 
@@ -161,25 +165,26 @@ def _make_chunks(
 def shard(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, left: Tensor | None, right: Tensor, own: Tensor | None,
     made: Mapping[str, Function | None], state: Tensor | None, heads: int, floor: float, group: int, moves: bool,
-    packed: Sequences | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S_T [B, H, N, P] and, with `moves`, the transition of all T tokens [B, H, N, N], else an empty tensor.
+    keep: bool, packed: Sequences | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """S_T [B, H, N, P]; with `moves` the transition of all T tokens [B, H, N, N], else an empty tensor; and the chunks'
+    rows, if `keep` as the backward pass needs them.
 
     The transition is what the walk makes of I where no values are written. packed: None.
     """
     call = _Call(q, v, heads, floor, group, packed)
-    final, kept = call.end(), call.kept(False)
+    final, kept = call.end(), call.kept(keep)
     _make_chunks(call, kept, (q, right, left, k, decay), own, made)
     call.walk(kept, v, state, None, None, final, False)
     if not moves:
-        return final, call.empty(0, dtype=torch.float32)
+        return final, call.empty(0, dtype=torch.float32), list(kept)
     nothing = v.new_zeros(call.n).expand(call.batch, call.tokens, heads, call.n)
     square = _Call(q, nothing, heads, floor, group, packed)
     eye = v.new_zeros(call.batch, heads, call.n, call.n, dtype=torch.float32)
     eye.diagonal(dim1=2, dim2=3).fill_(1.0)
     move = square.end()
     square.walk(kept, nothing, eye, None, None, move, False)
-    return final, move
+    return final, move, list(kept)
 
 
 def shard_adjoint(

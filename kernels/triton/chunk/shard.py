@@ -1,9 +1,10 @@
 """What one rank's shard of a sequence does to states, by the chunk kernels without outputs (dsf.parallel).
 
 dsf::matrix_shard gives F and M of S_out = M S_in + F, dsf::matrix_shard_adjoint the gradient of S_in. Both also return
-what they computed that does not depend on S_in or on the gradient of S_out: a delta rule's inverses and, where T is
-walked in segments, what each segment does. dsf::matrix_mixer and dsf::matrix_mixer_backward take this as `held`, when
-the entering state or gradient is known, and do not compute it again.
+what they computed that does not depend on S_in or on the gradient of S_out: what the prologue made, running sums of
+decays, rows relative to them, a delta rule's inverses and, where T is walked in segments, what each segment does;
+backward the gradients of reads. dsf::matrix_mixer and dsf::matrix_mixer_backward take this as `held`, when the entering
+state or gradient is known, and do not compute it again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dsf.kernels.affine import exact_product
 from dsf.kernels.triton.chunk import matrix, rank_one_ops
 from dsf.kernels.triton.chunk.call import ChunkCall
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks
-from dsf.kernels.triton.chunk.operator import by_row, first_reads, read_gradient, resumed, starting
+from dsf.kernels.triton.chunk.operator import resumed, starting
+from dsf.kernels.triton.chunk.reads import by_row, first_reads, held_reads, read_gradient
 from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs
 from dsf.kernels.triton.chunk.walks import (
     adjoints_summed,
@@ -33,12 +35,13 @@ from dsf.kernels.triton.pointwise.programs import PROGRAMS
 
 
 def _run(
-    operands: Sequence[Tensor], state: Tensor | None, program: str, moves: bool
+    operands: Sequence[Tensor], state: Tensor | None, program: str, moves: bool, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The state after T tokens [B, H, N, columns], M, and what dsf::matrix_mixer can use of this (`held`).
 
     state: S_in, None for one in which nothing was written. M, if `moves`, else empty: with corrections [B, H, N, N], of
-    decays by head or by key [B, H, N, 1], with a running maximum its logarithm [B, H, 1, 1].
+    decays by head or by key [B, H, N, 1], with a running maximum its logarithm [B, H, 1, 1]. keep: whether
+    dsf::matrix_mixer will be asked to `keep` what its backward pass needs, some of which is made here.
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands)
@@ -47,23 +50,23 @@ def _run(
     if known.stabilised:
         level, last, drifts = call.level(first, moves)
         call.keep_level(level)
-    call.make()
+    made = call.make()
     arguments = call.chunk_arguments(start)
     if known.floor is not None:
-        final, move = rank_one_ops.shard(**arguments, moves=moves)
-        return final[..., : call.p + known.ones].contiguous(), move, []
+        final, move, kept = rank_one_ops.shard(**arguments, moves=moves, keep=keep)
+        return final[..., : call.p + known.ones].contiguous(), move, [*made, *kept]
     normal: Normaliser | None = arguments["normal"]
-    ends, move, held = _written(arguments, moves and drifts is None)
+    ends, move, held = _written(arguments, moves and drifts is None, keep)
     if normal is not None:
         assert normal.final is not None
         ends = torch.cat([ends, normal.final.unsqueeze(-1)], dim=-1)
     if known.column:
         ends = ends[..., : call.p + 1]
     if last is not None:  # rows are written relative to the maximum, so that what they add depends on S_in
-        ends, held = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1), []
+        ends, held = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1), None
     if drifts is not None:
         move = drifts.sum(1).view(call.batch, call.heads, 1, 1)
-    return ends.contiguous(), move, held
+    return ends.contiguous(), move, [] if held is None else [*made, *held]
 
 
 def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) -> tuple[Any, Normaliser | None]:
@@ -76,9 +79,9 @@ def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) 
     return call, a["normal"]
 
 
-def _written(arguments: dict[str, Any], moves: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """S_T without a normaliser's column, M, and `held`, by the walks."""
-    call, normal = _call(arguments, None, False)
+def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+    """S_T without a normaliser's column, M, and what `matrix._chunk_matrix` takes as `held`, by the walks."""
+    call, normal = _call(arguments, [] if keep else None, False)
     state, none = arguments["state"], call.empty(0, dtype=torch.float32)
     if normal is not None:
         assert normal.added is not None
@@ -87,7 +90,7 @@ def _written(arguments: dict[str, Any], moves: bool) -> tuple[Tensor, Tensor, li
     if call.delta and not call.is_cut and not moves:
         last, _ = forward(call, solve, state, None, True, None)
         assert last is not None
-        return last, none, [solve]
+        return last, none, [solve, none, none, *call.ahead()]
     local, passed = summed(call, solve, False, 1, True)
     starts = segment_starts(call, local, passed, state, False, 1) if call.pieces > 1 or state is not None else None
     last = local[-1]
@@ -98,7 +101,7 @@ def _written(arguments: dict[str, Any], moves: bool) -> tuple[Tensor, Tensor, li
         move = _product(call, passed)
     elif moves:
         move = passed.prod(0).view(call.batch, call.heads, call.n, 1)
-    return last, move, [solve, local, passed] if call.is_cut else [solve] if call.delta else []
+    return last, move, [solve, *((local, passed) if call.is_cut else (none, none)), *call.ahead()]
 
 
 def _moved(passed: Tensor, state: Tensor, dense: bool) -> Tensor:
@@ -120,11 +123,12 @@ def _pull(
     dy: Tensor, dfinal: Tensor | None, operands: Sequence[Tensor], state: Tensor | None, saved: Sequence[Tensor],
     program: str, held: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The gradient of S_in [B, H, N, ·] without the column of the running maximum, and what dsf::matrix_mixer_backward
-    can use of this.
+    """The gradient of S_in [B, H, N, ·] without the column of the running maximum, and `held` of
+    dsf::matrix_mixer_backward.
 
     dfinal: the gradient of S_out, or None. saved: what dsf::matrix_mixer kept, and y behind it, as
-    dsf::matrix_mixer_backward takes them; held: what dsf::matrix_shard returned.
+    dsf::matrix_mixer_backward takes them; held: what dsf::matrix_shard returned. What is returned as held begins with
+    the gradients of reads.
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands)
@@ -138,6 +142,7 @@ def _pull(
         if normal is not None:
             normal.slope, normal.states = slope, kept[1]
             dfinal, normal.final_gradient = call.split(dfinal)
+        held = held[len(known.made) :]
         first, found = _adjoint(arguments, dy, dfinal, kept[0], kept[1 if normal is None else 2 :], held)
         if normal is not None:
             assert normal.first is not None
@@ -145,14 +150,14 @@ def _pull(
     if known.before:
         first = first + first_reads(call, d_first)
     first = first[..., : call.p + known.ones]
-    return (first if scale is None else first * scale).contiguous(), found
+    return (first if scale is None else first * scale).contiguous(), [*held_reads(call), *found]
 
 
 def _adjoint(
     arguments: dict[str, Any], dy: Tensor, dfinal: Tensor | None, solve: Tensor, kept: Sequence[Tensor],
     held: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The gradient of S_0 by the walks; where T is cut into segments also [local, passed, adjoints], else []."""
+    """The gradient of S_0 by the walks, and what `matrix._chunk_matrix_backward` takes as `held`."""
     call, normal = _call(arguments, kept, True)
     if normal is not None:
         assert normal.added is not None
@@ -161,17 +166,18 @@ def _adjoint(
     if not call.is_cut:
         found = call.segments()
         reverse_launch(call, dy, solve, last, AdjointOutputs(None, None, found), (0, call.chunks))
-        return call.end(found, False), []
+        return call.end(found, False), call.ahead()
     passed = held[2] if held else (call.made.passed if call.made is not None else kept[1])
     adjoints = adjoints_summed(call, dy, solve, 1, True)
     starts = segment_starts(call, adjoints, passed, last, True, 1)
     back = passed[0].transpose(-1, -2) if call.delta else passed[0]
     first = _moved(back, starts[0], call.delta) + adjoints[0]
-    return first, [*(held[1:] if held else (passed, passed)), adjoints]
+    return first, [*call.ahead(), *(held[1:3] if held else (passed, passed)), adjoints]
 
 
 matrix_shard = operator(
-    "matrix_shard(Tensor[] operands, Tensor? state, str program, bool moves) -> (Tensor, Tensor, Tensor[])", _run
+    "matrix_shard(Tensor[] operands, Tensor? state, str program, bool moves, bool keep) -> (Tensor, Tensor, Tensor[])",
+    _run,
 )
 matrix_shard_adjoint = operator(
     "matrix_shard_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "
