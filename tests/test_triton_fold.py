@@ -28,6 +28,8 @@ def maps(frame: Frame, layout: Layout) -> torch.Tensor:
     """F and M of all fragments [ranks, slots, B, H, numbers]; M of the first one, which nobody may read, is NaN."""
     lead = (layout.ranks, layout.slots, 2, 3)
     f, move = torch.randn(*lead, frame.n, frame.total), torch.randn(*lead, *frame.move_shape)
+    if frame.kind == "dense":
+        move = move / (2 * frame.n**0.5)  # of norm 1, as a delta rule's: else products of several cancel digits
     if frame.gain and frame.signed:
         move[..., 1, :, :] = move[..., 1, :, :].sign()
     if frame.gain:
