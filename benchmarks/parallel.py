@@ -194,7 +194,7 @@ class Bench:
         if (name, sizes) not in self.folds:
             folding = agreed(lambda: folds(recurrence, sizes, self.clock, device, self.near), device)
             self.folds[name, sizes] = folding
-        row["folds_ms"] = self.folds[name, sizes]
+        row["folds_ms"], row["folds_host_ms"] = self.folds[name, sizes]
         row["projection"] = projection(recurrence, row, cp.ranks, self.near)
         compared(row, self.fitted, recurrence, cp.ranks)
 

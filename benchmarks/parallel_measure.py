@@ -1,7 +1,6 @@
 """What benchmarks/parallel.py measures on every rank: inputs, clocks, errors, memory, pieces, the link, a peer."""
 
 import importlib
-import math
 import os
 import statistics
 import time
@@ -105,11 +104,11 @@ def both_ways(call, inputs):
 class Clock:
     """Milliseconds a call, of calls one after the other between two events; the slowest rank's, medians of samples.
 
-    A sample has enough calls for `sample_ms`: the first one begins on an idle GPU, which waits for the host, and the
-    others as in training, where the host is ahead.
+    A sample has four calls or more, enough for `sample_ms`: the first one begins on an idle GPU, which waits for the
+    host, and the others as in training, where the host is ahead.
     """
 
-    def __init__(self, device, repeats, sample_ms=20.0):
+    def __init__(self, device, repeats, sample_ms=8.0):
         self.device, self.repeats, self.sample_ms = device, repeats, sample_ms
 
     def wait(self):
@@ -146,7 +145,7 @@ class Clock:
             if turn:
                 samples.append(both.tolist())
             else:
-                count = max(1, min(50, math.ceil(self.sample_ms / max(both[0].item(), 1e-3))))
+                count = max(4, min(50, int(self.sample_ms / max(both[0].item(), 1e-3))))
         return tuple(statistics.median(column) for column in zip(*samples, strict=True))
 
 
@@ -315,7 +314,8 @@ class Silent(Sequence):
 def pieces(recurrence, given, cp, clock):
     """Milliseconds of F, what M adds (which two ranks do not need), the exchange of maps, the fold and C, each alone.
 
-    Where the kernels have a call's passes (fused) also of the pass after the exchange, without gradients.
+    Where the kernels have a call's passes (fused) also of the pass after the exchange, without gradients, and what M
+    adds on the host.
     """
     bound, plan = recurrence._calls.prepare(recurrence.spec, (), given, None, "auto", "auto")
     summary = summary_of(recurrence, bound, "auto", "auto")
@@ -329,8 +329,9 @@ def pieces(recurrence, given, cp, clock):
         start = rank.empty()
         if found["fused"]:
             shard = rank.shard
-            found["F"] = clock(lambda: shard.summary(None, False, False))[0]
-            found["M"] = max(0.0, clock(lambda: shard.summary(None, True, False))[0] - found["F"])
+            found["F"], without = clock(lambda: shard.summary(None, False, False))
+            both, host = clock(lambda: shard.summary(None, True, False))
+            found["M"], found["M_host"] = max(0.0, both - found["F"]), max(0.0, host - without)
             held = shard.summary(None, False, False)[2]
             found["main"] = clock(lambda: shard.forward(start, False, held))[0]
             held = shard.summary(None, False, True)[2]

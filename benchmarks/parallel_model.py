@@ -5,12 +5,13 @@ From a row measured on W ranks to one on V > W ranks, tokens a rank and sizes al
   forward(V) = ranks(W) + M + send(V) - send(W) + fold(V) - fold(W)
   both(V)    = that of both, with send and fold of either direction, and M once (backward uses the M's of forward)
 
-ranks(W) is measured: passes, host, waiting for each other and what they overlap are in it, so that only what
-differs is a model. M, the map that two ranks do not send, is measured alone and added from two ranks alone. send is
-`dsf.parallel.cost` with the fitted link and the exchange that it chooses for each number of ranks; backward C alone is
-sent. fold is measured: V maps, drawn, folded on one GPU as the chosen exchange does (gather: all heads, on the last
-rank forward and the first one backward; transpose: a share of the heads). It grows with V, one map after another, and
-the choice of the exchange leaves it out. Beyond the largest fold that was measured it goes on along a line.
+or, where that is more, what the host of W ranks takes and the host of M and of the folds. ranks(W) is measured: passes,
+host, waiting for each other and what they overlap are in it, so that only what differs is a model. M, the map that two
+ranks do not send, is measured alone and added from two ranks alone. send is `dsf.parallel.cost` with the fitted link
+and the exchange that it chooses for each number of ranks; backward C alone is sent. fold is measured: V maps, drawn,
+folded on one GPU as the chosen exchange does (gather: all heads, on the last rank forward and the first one backward;
+transpose: a share of the heads). It grows with V, one map after another, and the choice of the exchange leaves it out.
+Beyond the largest fold that was measured it goes on along a line.
 """
 
 import torch
@@ -39,7 +40,8 @@ def sent(frame, heads, ranks, near):
 
 
 def fold_times(frame, heads, ranks, name, clock, device):
-    """Milliseconds (forward, backward) of the fold of `ranks` maps, as the exchange of that name does it."""
+    """Milliseconds (forward, backward) of the fold of `ranks` maps, as the exchange of that name does it, and of the
+    host."""
     layout = Simulated(ranks).layout
     shared = name != "gather"
     share = -(-heads // ranks) if shared else heads
@@ -55,18 +57,20 @@ def fold_times(frame, heads, ranks, name, clock, device):
         own = torch.zeros(ranks, 1, 1, share, frame.n, frame.plain, device=device)
         last, first = (Fold(used, layout, fresh, n, shared, kernels=device.type == "cuda") for n in numbers)
         kept = first.forward(rows)[1]
-        return clock(lambda: last.forward(rows))[0], clock(lambda: first.backward(own, kept))[0]
+        return tuple(zip(clock(lambda: last.forward(rows)), clock(lambda: first.backward(own, kept)), strict=True))
 
 
 def folds(recurrence, sizes, clock, device, near):
-    """{number of maps: milliseconds (forward, backward)}, by the exchange that is chosen for as many ranks."""
+    """{number of maps: milliseconds (forward, backward)}, by the exchange that is chosen for as many ranks, and the
+    same of the host."""
     heads, n, p = sizes
     frame = frame_of(recurrence.spec, n, p)
     names = {ranks: world_of(ranks, near).choice(frame, heads, 4).name for ranks in FOLDED}
-    return {
-        str(ranks): list(fold_times(frame, heads, ranks, name, clock, device))
+    found = {
+        str(ranks): fold_times(frame, heads, ranks, name, clock, device)
         for ranks, name in names.items() if name in ("gather", "transpose")
     }  # fmt: skip
+    return tuple({ranks: list(times[part]) for ranks, times in found.items()} for part in (0, 1))
 
 
 def folded(measured, ranks):
@@ -94,12 +98,18 @@ def projection(recurrence, row, base, near):
     pieces, found = row["pieces_ms"], {}
     folding = row.get("folds_ms") or {str(w): [pieces["fold"] * (w - 1) / (base - 1)] * 2 for w in FOLDED}
     before, before_fold = sent(frame, heads, base, near), folded(folding, base)
+    host, host_fold = row.get("ranks_host_ms", {}), row.get("folds_host_ms")
     for ranks in (w for w in WORLDS if w > base):
         choice, forward, back = sent(frame, heads, ranks, near)
         fold = fold_of(folding, choice, world_of(ranks, near))
         ways = [1e3 * (forward - before[1]) + fold[0] - before_fold[0] + (pieces["M"] if base == 2 else 0.0)]
         ways.append(ways[0] + 1e3 * (back - before[2]) + fold[1] - before_fold[1])
         ms = {way: row["ranks_ms"][way] + more for way, more in zip(("forward", "both"), ways, strict=True)}
+        if host and host_fold:
+            folds_there = fold_of(host_fold, choice, world_of(ranks, near))
+            more = [a - b for a, b in zip(folds_there, folded(host_fold, base), strict=True)]
+            more[0] += pieces.get("M_host", 0.0) if base == 2 else 0.0
+            ms = {way: max(ms[way], host[way] + sum(more[:n])) for way, n in (("forward", 1), ("both", 2))}
         found[str(ranks)] = {
             "exchange": choice.name, "bytes": choice.bytes, "more_ms": ways, "ms": ms,
             "weak": {way: row["part_ms"][way] / ms[way] for way in ms}, "projection": True,

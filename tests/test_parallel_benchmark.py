@@ -43,6 +43,17 @@ def test_more_ranks_add_the_map_the_exchange_and_the_fold(monkeypatch):
     assert from_four["ms"]["forward"] == pytest.approx(2.0 + 0.6 + more, rel=1e-9)
 
 
+def test_a_host_that_takes_longer_is_what_is_projected(monkeypatch):
+    """Its M and folds are added to what it took; the GPU's own time does not change that."""
+    model = module(monkeypatch, "parallel_model")
+    busy = ROW | {"ranks_host_ms": {"forward": 2.0, "both": 4.0}, "pieces_ms": {"M": 0.25, "M_host": 7.0}}
+    busy["folds_host_ms"] = {"2": [0.2, 0.3], "4": [0.5, 0.8], "8": [0.5, 0.8]}
+    four = model.projection(mixers.gated_deltanet, busy, 2, NEAR)["4"]
+    assert four["ms"] == pytest.approx({"forward": 2.0 + 7.0 + 0.3, "both": 4.0 + 7.0 + 0.3 + 0.5}, rel=1e-9)
+    eight = model.projection(mixers.gated_deltanet, busy, 4, NEAR)["8"]
+    assert eight["ms"] == model.projection(mixers.gated_deltanet, ROW, 4, NEAR)["8"]["ms"]
+
+
 def test_folds_between_and_beyond_those_measured(monkeypatch):
     model = module(monkeypatch, "parallel_model")
     measured = {"2": [1.0, 2.0], "8": [4.0, 8.0], "4": [2.0, 4.0]}
@@ -76,8 +87,8 @@ def test_a_fold_is_as_long_as_the_exchange_s(name, heads, monkeypatch):
         return (float(len(shapes)), 0.0)
 
     frame = model.frame_of(mixers.gated_deltanet.spec, 8, 16)
-    assert model.fold_times(frame, 5, 4, name, clock, torch.device("cpu")) == (2.0, 2.0)
-    assert model.fold_times(frame, 5 if name == "gather" else 10, 5, name, clock, torch.device("cpu")) == (3.0, 3.0)
+    assert model.fold_times(frame, 5, 4, name, clock, torch.device("cpu"))[0] == (2.0, 2.0)
+    assert model.fold_times(frame, 5 if name == "gather" else 10, 5, name, clock, torch.device("cpu"))[0] == (3.0, 3.0)
 
 
 def test_a_run_is_held_to_the_rows_of_its_sizes(monkeypatch):
