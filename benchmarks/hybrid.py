@@ -1,10 +1,10 @@
 """A language model over the GPUs of one host, tokens (context parallel) and parameters (FSDP2) divided, beside one GPU.
 
-torchrun --nproc-per-node 2 benchmarks/hybrid.py --json benchmarks/results/hybrid.json --commit HASH
+torchrun --nproc-per-node 2 benchmarks/hybrid.py --json benchmarks/results/hybrid_2.json --commit HASH
 torchrun --nproc-per-node 2 benchmarks/hybrid.py --dry --json /tmp/hybrid.json           (a CPU, gloo, tiny, an odd T)
 torchrun --nproc-per-node 2 benchmarks/hybrid.py --half ranks --json /tmp/ranks.json     (and --half one elsewhere)
-python benchmarks/hybrid.py --join /tmp/ranks.json /tmp/one.json --json benchmarks/results/hybrid.json
-python benchmarks/hybrid.py --page benchmarks/results/hybrid.json --into docs/parallel.md
+python benchmarks/hybrid.py --join /tmp/ranks.json /tmp/one.json --json benchmarks/results/hybrid_2.json
+python benchmarks/hybrid.py --page benchmarks/results/hybrid_2.json --into docs/parallel.md
 
 Three Gated DeltaNet layers for each softmax layer, 340M parameters, one sequence of --tokens a step, AdamW with a
 warm-up and clipped gradients, bfloat16 autocast over float32 weights, activations of a block computed again in the

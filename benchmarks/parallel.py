@@ -1,7 +1,7 @@
 """Times context parallelism on the GPUs of one host: efficiency, its pieces, memory, errors, the link, a projection.
 
 torchrun --nproc-per-node 2 benchmarks/parallel.py --json benchmarks/results/parallel.json [--seconds 330] [--commit X]
-torchrun --nproc-per-node 4 benchmarks/parallel.py --json benchmarks/results/parallel_4.json \
+torchrun --nproc-per-node 4 benchmarks/parallel.py --json benchmarks/results/parallel_4_h200.json \
     --fitted benchmarks/results/parallel.json
 torchrun --nproc-per-node 2 benchmarks/parallel.py --dry --json /tmp/parallel.json      (a CPU, gloo, tiny sizes)
 python benchmarks/parallel.py --page benchmarks/results/parallel.json --into docs/parallel.md
