@@ -211,7 +211,7 @@ def layer_call(layer, **options):
 
     def call(x, **values):
         given = {n: values[n.replace(".", "/")] for n in names}
-        return torch.func.functional_call(layer, given, (x,), options)[0]
+        return torch.func.functional_call(layer, given, (x,), {"use_cache": False} | options)[0]
 
     return call, {n.replace(".", "/"): p.detach() for n, p in layer.named_parameters()}
 

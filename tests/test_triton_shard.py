@@ -159,7 +159,7 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", ["gated_deltanet", "ssd", "kda", "gla", "rwkv6", "rwkv7", "mlstm", "retnet", "s6"])
+@pytest.mark.parametrize("name", [*NAMES, "gla", "retnet", "linear_attention", "delta_product", "comba"])
 def test_what_is_summed_up_before_changes_no_bit(name, count, monkeypatch, launched):
     """One rank alone, entered with a state: the passes after a summary against a plain call and its gradients."""
     recurrence = get(name).recurrence
@@ -187,6 +187,16 @@ def test_what_is_summed_up_before_changes_no_bit(name, count, monkeypatch, launc
     if not shard.scans:  # whose operands are computed from the inputs, by operators that autograd knows
         expected = torch.autograd.grad([plain, end], shard.operands, [dy, dend])
         assert all(torch.equal(a, b) for a, b in zip(pulled, expected, strict=True))
+
+
+def test_a_readout_that_is_a_solve_is_spread_by_public_calls(counted):
+    """Its shards' passes would leave out the states of what is solved."""
+    recurrence = get("mesanet").recurrence
+    given = draw(recurrence, 70)
+    found = of_y_alone(recurrence, given, torch.float32, backend="triton", parallel=Simulated(3, exchange="gather"))
+    assert counted[0] == 0
+    for got, want in zip(found, of_y_alone(recurrence, given, torch.float64, form="naive"), strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
 
 
 @dsf.recurrence

@@ -27,7 +27,7 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
         return False
     if is_scan(spec):  # also for calls that one rank would run by chunks
         return spec.rule is None and scan.refusal(spec, bound.sizes, bound.dtype) is None
-    if apart(spec) or spec.acts_on_values or spec.features is not None:
+    if apart(spec) or spec.acts_on_values or spec.features is not None or spec.system.solve is not None:
         return False
     whole = chunk.channels(spec, bound.sizes.p) == bound.sizes.p
     return whole and bound.sizes.batch * bound.sizes.heads <= chunk.GRID
