@@ -336,6 +336,7 @@ def pieces(recurrence, given, cp, clock):
             found["main"] = clock(lambda: shard.forward(start, False, held))[0]
             held = shard.summary(None, False, True)[2]
             _, _, saved = shard.forward(start, True, held)
+            held = shard.held_back(held)
             found["C"] = clock(lambda: shard.adjoint(dy, None, start, saved, held))[0]
         else:
             tokens = bound.sizes.tokens

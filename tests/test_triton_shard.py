@@ -181,7 +181,8 @@ def test_what_is_summed_up_before_changes_no_bit(name, count, monkeypatch, launc
         assert torch.equal(y, plain) and torch.equal(final, end)
         torch.testing.assert_close(last, end, rtol=1e-5, atol=1e-5)
         launched.clear()
-        _, later = shard.adjoint(dy, dend[..., : last.shape[-1] - recurrence.spec.is_stabilised], state, saved, held)
+        ends, held = dend[..., : last.shape[-1] - recurrence.spec.is_stabilised], shard.held_back(held)
+        _, later = shard.adjoint(dy, ends, state, saved, held)
         pulled, _ = shard.backward(dy, dend, state, saved, [True] * len(shard.operands), later)
         assert launched["prepare"] <= 1 and launched["pointwise"] <= 2, launched  # readout and prologue
     if not shard.scans:  # whose operands are computed from the inputs, by operators that autograd knows

@@ -144,7 +144,7 @@ class Fused(Rank):
         alone = self.parts[0].number == 0 and self.initial is None and self.layout.slots == 1
         self.begin = None if alone else self._row_state(starts)
         y, last, self.saved = self.shard.forward(self.begin, self.keep, self.held)
-        self._summary = None
+        self.held, self._summary = self.shard.held_back(self.held), None
         return tokens_of_rows(y, self.layout.slots), last
 
 

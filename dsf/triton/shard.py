@@ -82,6 +82,10 @@ class Shard:
         y, final, kept = matrix_mixer(self.operands, state, self.name, keep, None, list(held))
         return y, final, [*kept, y] if keep and PROGRAMS[self.name].quotient else kept
 
+    def held_back(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """What `adjoint` takes of the results of `summary`."""
+        return [] if self.scans else list(held[:2])
+
     def adjoint(
         self, dy: Tensor, dfinal: Tensor | None, state: Tensor | None, saved: Sequence[Tensor], held: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:

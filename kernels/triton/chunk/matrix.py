@@ -142,13 +142,16 @@ class _Call:
         self.erased = self.made.erased if self.delta else self.writes
 
     def ahead(self) -> list[Tensor]:
-        """The prepared scalars, what each chunk adds to a normaliser, and the rows of decays that differ by key."""
+        """The prepared scalars, what each chunk adds to a normaliser, and the rows of decays that differ by key.
+
+        Empty tensors stand for what a call does not have, and for the matrices that the transform has inverted.
+        """
         none = self.empty(0)
         made = [none if self.scalars is self.q else self.scalars, none]
         if self.normal is not None and self.normal.added is not None:
             made[1] = self.normal.added
         if self.made is not None and not self.back:
-            made += [*self.made, self.system if self.delta else self.rest_of_writes]
+            made += [*self.made, none if self.delta else self.rest_of_writes]
         return made
 
     @property
@@ -281,19 +284,19 @@ def _chunk_matrix(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, H, P] (float32 when `wide`), S_T [B, H, N, P] (empty unless `final`), the inverses kept for backward.
 
-    kept: filled with what else the backward pass can use, where decays differ by key. held: the inverses, `local` and
-    `passed` of `Held`, and `_Call.ahead`, if they were found before; empty tensors for what a call does not have.
+    kept: filled with what else the backward pass can use, where decays differ by key. held: `local` and `passed` of
+    `Held`, the inverses, and `_Call.ahead`, if they were found before; empty tensors for what a call does not have.
     """
     call = _Call(
         q, k, v, decay, source, erase, read, heads, log, normal, finish, kept, packed, traits, ahead=held[3:]
     )  # fmt: skip
-    call.held = Held(*held[1:3]) if held and call.is_cut else None
+    call.held = Held(*held[:2]) if held and call.is_cut else None
     if normal is not None:
         normal.read = call.empty(call.batch, heads, call.tokens, dtype=torch.float32).movedim(1, -1)
         assert normal.added is not None
         normal.states, normal.final = between_chunks(call, normal.added, normal.state, False)
     y = call.empty(call.batch, call.tokens, heads, call.p, dtype=torch.float32 if wide else q.dtype)
-    solve = held[0] if held else transform(call) if erase is not None else call.empty(0)
+    solve = held[2] if held else transform(call) if erase is not None else call.empty(0)
     saved = None if kept is None or call.made is None else (call.made.entries, call.made.states)
     marks = kept if call.marks is not None else None
     last, passed = forward(call, solve, state, y, final, saved, marks)

@@ -67,10 +67,12 @@ def _forward(
         level, last, _ = call.level(first)
         call.keep_level(level)
         saved.append(level)
-    count = len(known.made)
-    made, rest = (held[:count], held[count:]) if held else (call.make(), ())
+    count, rest = 2 + len(known.made), list[Tensor]()
     if held:
+        made, rest = list(held[2:count]), [*held[:2], *held[count:]]
         call.keep(made)
+    else:
+        made = call.make()
     saved += made
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
     more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
@@ -109,7 +111,7 @@ def _chunks(
     """The chunk kernels: y (float32 when `wide`), S_T's columns, what the backward pass needs, the normaliser."""
     arguments = call.chunk_arguments(start)
     if call.program.floor is not None:
-        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep, held=held)
+        y, final, kept = rank_one_ops.forward(**arguments, wide=wide, keep=keep, held=held[2:])
         return y, [final], kept, None
     finish = None
     if not wide and "finish" in call.program.accesses:

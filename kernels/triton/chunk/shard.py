@@ -54,7 +54,8 @@ def _run(
     arguments = call.chunk_arguments(start)
     if known.floor is not None:
         final, move, kept = rank_one_ops.shard(**arguments, moves=moves, keep=keep)
-        return final[..., : call.p + known.ones].contiguous(), move, [*made, *kept]
+        none = call.empty(0)
+        return final[..., : call.p + known.ones].contiguous(), move, [none, none, *made, *kept]
     normal: Normaliser | None = arguments["normal"]
     ends, move, held = _written(arguments, moves and drifts is None, keep)
     if normal is not None:
@@ -66,7 +67,7 @@ def _run(
         ends, held = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1), None
     if drifts is not None:
         move = drifts.sum(1).view(call.batch, call.heads, 1, 1)
-    return ends.contiguous(), move, [] if held is None else [*made, *held]
+    return ends.contiguous(), move, [] if held is None else [*held[:2], *made, *held[2:]]
 
 
 def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) -> tuple[Any, Normaliser | None]:
@@ -80,7 +81,10 @@ def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) 
 
 
 def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-    """S_T without a normaliser's column, M, and what `matrix._chunk_matrix` takes as `held`, by the walks."""
+    """S_T without a normaliser's column, M, and what `matrix._chunk_matrix` takes as `held`, by the walks.
+
+    The first two of `held` are empty where T is not cut into segments.
+    """
     call, normal = _call(arguments, [] if keep else None, False)
     state, none = arguments["state"], call.empty(0, dtype=torch.float32)
     if normal is not None:
@@ -90,7 +94,7 @@ def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor
     if call.delta and not call.is_cut and not moves:
         last, _ = forward(call, solve, state, None, True, None)
         assert last is not None
-        return last, none, [solve, none, none, *call.ahead()]
+        return last, none, [none, none, solve, *call.ahead()]
     local, passed = summed(call, solve, False, 1, True)
     starts = segment_starts(call, local, passed, state, False, 1) if call.pieces > 1 or state is not None else None
     last = local[-1]
@@ -101,7 +105,7 @@ def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor
         move = _product(call, passed)
     elif moves:
         move = passed.prod(0).view(call.batch, call.heads, call.n, 1)
-    return last, move, [solve, *((local, passed) if call.is_cut else (none, none)), *call.ahead()]
+    return last, move, [*((local, passed) if call.is_cut else (none, none)), solve, *call.ahead()]
 
 
 def _moved(passed: Tensor, state: Tensor, dense: bool) -> Tensor:
@@ -127,8 +131,8 @@ def _pull(
     dsf::matrix_mixer_backward.
 
     dfinal: the gradient of S_out, or None. saved: what dsf::matrix_mixer kept, and y behind it, as
-    dsf::matrix_mixer_backward takes them; held: what dsf::matrix_shard returned. What is returned as held begins with
-    the gradients of reads.
+    dsf::matrix_mixer_backward takes them; held: the first two tensors that dsf::matrix_shard returned to be held, or
+    nothing. What is returned as held begins with the gradients of reads.
     """
     known = PROGRAMS[program]
     call = ChunkCall(known, operands)
@@ -142,7 +146,6 @@ def _pull(
         if normal is not None:
             normal.slope, normal.states = slope, kept[1]
             dfinal, normal.final_gradient = call.split(dfinal)
-        held = held[len(known.made) :]
         first, found = _adjoint(arguments, dy, dfinal, kept[0], kept[1 if normal is None else 2 :], held)
         if normal is not None:
             assert normal.first is not None
@@ -167,12 +170,12 @@ def _adjoint(
         found = call.segments()
         reverse_launch(call, dy, solve, last, AdjointOutputs(None, None, found), (0, call.chunks))
         return call.end(found, False), call.ahead()
-    passed = held[2] if held else (call.made.passed if call.made is not None else kept[1])
+    passed = held[1] if held else (call.made.passed if call.made is not None else kept[1])
     adjoints = adjoints_summed(call, dy, solve, 1, True)
     starts = segment_starts(call, adjoints, passed, last, True, 1)
     back = passed[0].transpose(-1, -2) if call.delta else passed[0]
     first = _moved(back, starts[0], call.delta) + adjoints[0]
-    return first, [*call.ahead(), *(held[1:3] if held else (passed, passed)), adjoints]
+    return first, [*call.ahead(), *(held or (passed, passed)), adjoints]
 
 
 matrix_shard = operator(
