@@ -25,9 +25,11 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
     """Whether the kernels have the four passes for a call with this plan."""
     if plan.backend != "triton" or plan.one_step or spec.is_softmax or spec.is_framed or not bound.sizes.tokens:
         return False
+    if spec.system.solve is not None:  # the passes know nothing of the states that it reads
+        return False
     if is_scan(spec):  # also for calls that one rank would run by chunks
         return spec.rule is None and scan.refusal(spec, bound.sizes, bound.dtype) is None
-    if apart(spec) or spec.acts_on_values or spec.features is not None or spec.system.solve is not None:
+    if apart(spec) or spec.acts_on_values or spec.features is not None:
         return False
     whole = chunk.channels(spec, bound.sizes.p) == bound.sizes.p
     return whole and bound.sizes.batch * bound.sizes.heads <= chunk.GRID

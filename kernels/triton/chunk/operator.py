@@ -67,17 +67,15 @@ def _forward(
         level, last, _ = call.level(first)
         call.keep_level(level)
         saved.append(level)
-    count, rest = 2 + len(known.made), list[Tensor]()
+    held, split = held or (), len(held or ()) - len(known.made)  # what the prologue made stands last
+    made = held[split:] if held else call.make()
     if held:
-        made, rest = list(held[2:count]), [*held[:2], *held[count:]]
         call.keep(made)
-    else:
-        made = call.make()
     saved += made
     wide = "readout" in known.accesses and (keep or "finish" not in known.accesses)
     more = call.empty(call.batch, call.tokens, call.heads, call.p, dtype=torch.int8) if keep and call.refined else None
     call.tensors[".more"] = more
-    y, ends, kept, den = _chunks(call, start, wide, keep, rest)
+    y, ends, kept, den = _chunks(call, start, wide, keep, held[:split] if held else ())
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
         y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
@@ -220,7 +218,7 @@ def _backward(
         own = a.role in wanted and a.role in known.vectors
         call.tensors[f".grad_{a.role}"] = call.room(a, wanted[a.role]) if own else None
     turned = Turned(Border() if bordered else None, frozenset(known.inputs[i].role for i in fine))
-    reads, held = held[: count_reads(known)], held[count_reads(known) :]
+    reads, held = held[: count_reads(call)], held[count_reads(call) :]
     found, first = _chunk_gradients(call, *read_gradient(call, dy, reads), dfinal, start, kept, held, turned)
     out = pulled_back(call, wanted, found, turned.fine)
     if turned.border is not None:

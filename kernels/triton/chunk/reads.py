@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.triton.chunk.call import ChunkCall, last_rows
-from dsf.kernels.triton.pointwise.programs import Program
 
 
 def read_first(call: ChunkCall, start: Tensor | None, y: Tensor) -> Tensor:
@@ -51,17 +50,17 @@ def read_gradient(call: ChunkCall, dy: Tensor, held: Sequence[Tensor] = ()) -> t
     return out, slope
 
 
-def count_reads(program: Program) -> int:
+def count_reads(call: ChunkCall) -> int:
     """How many tensors `held_reads` gives."""
-    if "readout_adjoint" not in program.accesses:
+    if "readout_adjoint" not in call.program.accesses:
         return 0
-    return 2 if program.quotient or (program.ones and not program.column) else 1
+    return 2 if call.program.quotient or call.inside else 1
 
 
 def held_reads(call: ChunkCall) -> list[Tensor]:
     """What `read_gradient` computed."""
     names = (".dden", ".factor") if call.program.quotient else (".of_reads", ".dden")
-    return [call.need(name) for name in names[: count_reads(call.program)]]
+    return [call.need(name) for name in names[: count_reads(call)]]
 
 
 def pull_first(

@@ -55,19 +55,21 @@ def _run(
     if known.floor is not None:
         final, move, kept = rank_one_ops.shard(**arguments, moves=moves, keep=keep)
         none = call.empty(0)
-        return final[..., : call.p + known.ones].contiguous(), move, [none, none, *made, *kept]
+        return final[..., : call.p + known.ones].contiguous(), move, [none, none, *kept, *made]
     normal: Normaliser | None = arguments["normal"]
-    ends, move, held = _written(arguments, moves and drifts is None, keep)
+    ends, move, held = _written(arguments, moves and drifts is None, keep and not known.stabilised)
     if normal is not None:
         assert normal.final is not None
         ends = torch.cat([ends, normal.final.unsqueeze(-1)], dim=-1)
     if known.column:
         ends = ends[..., : call.p + 1]
-    if last is not None:  # rows are written relative to the maximum, so that what they add depends on S_in
-        ends, held = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1), None
+    if last is not None:
+        ends = torch.cat([ends, last[..., None, None].expand(*ends.shape[:-1], 1)], dim=-1)
     if drifts is not None:
         move = drifts.sum(1).view(call.batch, call.heads, 1, 1)
-    return ends.contiguous(), move, [] if held is None else [*held[:2], *made, *held[2:]]
+    if known.stabilised:  # rows are written relative to the maximum, so that what they add depends on S_in
+        return ends.contiguous(), move, []
+    return ends.contiguous(), move, [*held, *made]
 
 
 def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) -> tuple[Any, Normaliser | None]:
@@ -80,7 +82,7 @@ def _call(arguments: dict[str, Any], kept: Sequence[Tensor] | None, back: bool) 
     return call, a["normal"]
 
 
-def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """S_T without a normaliser's column, M, and what `matrix._chunk_matrix` takes as `held`, by the walks.
 
     The first two of `held` are empty where T is not cut into segments.
