@@ -42,6 +42,12 @@ def forgetful_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, s: Scalar) -
 
 
 @dsf.recurrence
+def early_delta(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, w: Param[Scalar]) -> System:
+    """A delta rule that erases before a decay of two factors, one of them a parameter's, and a skip."""
+    return System(A=sigmoid(a) * exp(-exp(w)) * I - sigmoid(b) * outer(k, k), B=k * (b * v), C=q, D=sigmoid(a) * v)
+
+
+@dsf.recurrence
 def late_ratio(q: Key, k: Key, v: Value, a: Scalar) -> System:
     """Normalised by its own rule, and read before the update."""
     return System(A=sigmoid(a), B=elu1(k) * v, C=softplus(q), read="before", normalize=lambda n, d: n / (d + 1))
@@ -143,6 +149,14 @@ def decayed_apart(q: Key, k: Key, l: Key, v: Value, a: Scalar, b: Scalar, c: Sca
 
 
 @dsf.recurrence
+def early_in_steps(q: Key, k: Steps[Key, 2], l: Key, v: Value, a: Scalar, b: Scalar) -> System:
+    """Two keys are erased before the decay, then one after another decay; read before."""
+    first = sigmoid(a) * I - sigmoid(b) * outer(k[0], k[0]) - 0.5 * outer(l, l)
+    second = exp(-sigmoid(b)) * (I - sigmoid(a) * outer(k[1], k[1]))
+    return compose(System(A=first, B=k[0] * v), System(A=second, B=k[1] * (b * v), C=q, read="before"))
+
+
+@dsf.recurrence
 def twice_moved(q: Key, k: Key, u: Key, w: Key, v: Value, x: Value, g: Key, s: Scalar) -> System:
     """Rows that decay without bound; what lies along two keys is moved at once, and three products are written."""
     moved = outer(u, w) - sigmoid(s) * outer(k, u)
@@ -156,9 +170,9 @@ def moved_in_steps(q: Key, k: Steps[Key, 2], u: Key, v: Value, g: Key, s: Scalar
     return dsf.compose(System(A=first, B=k[0] * v), System(A=I - outer(k[1], u), B=u * v, C=q))
 
 
-SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps]
+SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps, early_in_steps]
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps]
+UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps, early_delta]
 
 
 @dsf.recurrence

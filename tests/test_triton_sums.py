@@ -6,7 +6,16 @@ import mixer_inputs
 import pytest
 import torch
 from interpreted import interpreted
-from matrix_family import SUMMED, decayed_apart, moved_in_steps, thrice_erased, twice_erased, twice_moved
+from matrix_family import (
+    SUMMED,
+    decayed_apart,
+    early_delta,
+    early_in_steps,
+    moved_in_steps,
+    thrice_erased,
+    twice_erased,
+    twice_moved,
+)
 from mixer_inputs import sample
 from test_triton_rounding import TIMES, ratios
 
@@ -21,8 +30,8 @@ from dsf.triton.operands import Unfit, operands_of
 pytestmark = interpreted
 CHUNK = 16
 ROWS = {  # of a token; of a group; whether corrections erase where they write
-    twice_erased: (2, 2, True), thrice_erased: (4, 4, True), decayed_apart: (2, 2, False), twice_moved: (4, 4, False),
-    moved_in_steps: (4, 2, False),
+    twice_erased: (2, 2, True), thrice_erased: (4, 4, True), decayed_apart: (2, 2, True), twice_moved: (4, 4, False),
+    moved_in_steps: (4, 2, False), early_in_steps: (4, 2, True),
 }  # fmt: skip
 
 
@@ -129,7 +138,7 @@ def test_a_key_that_is_erased_twice_is_erased_once():
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("recurrence", [thrice_erased, twice_moved], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [thrice_erased, twice_moved, early_in_steps], ids=lambda r: r.name)
 def test_packed_sequences_are_separate_sequences(recurrence, stateful):
     """Of no token, of one, and of as many as a chunk has rows for, less one and more one."""
     bounds = torch.tensor([0, 0, 1, 4, 4, 9, 12, 13, 13])
@@ -175,15 +184,16 @@ def test_the_future_changes_no_bit_of_the_past(recurrence):
 
 
 @pytest.mark.parametrize("cut, count", [(3, 1), (1, 3)])
-def test_segments_and_stretches_of_time_hold_whole_tokens(cut, count, monkeypatch):
+@pytest.mark.parametrize("recurrence", [twice_erased, early_in_steps], ids=lambda r: r.name)
+def test_segments_and_stretches_of_time_hold_whole_tokens(recurrence, cut, count, monkeypatch):
     monkeypatch.setattr(matrix_kernels, "segments", lambda *_: cut)
     monkeypatch.setattr(matrix_kernels, "stretches", lambda *_: count)
-    given, state = sample(twice_erased, tokens=39), state_of(twice_erased)
-    found = outcome(twice_erased, given, state, torch.float32, backend="triton")
-    assert_same(found, outcome(twice_erased, given, state, torch.float64, form="naive"))
+    given, state = sample(recurrence, tokens=39), state_of(recurrence)
+    found = outcome(recurrence, given, state, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("recurrence", [twice_erased, decayed_apart, twice_moved], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [twice_erased, decayed_apart, twice_moved, early_in_steps], ids=lambda r: r.name)
 def test_ranks_equal_the_whole(recurrence, counting):
     counted, sizes = counting(fused, "run"), (9, 1, 8)
     given = sample(recurrence, batch=1, tokens=sum(sizes))
@@ -215,7 +225,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("recurrence", [twice_erased, twice_moved], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [twice_erased, twice_moved, early_delta], ids=lambda r: r.name)
 def test_calls_of_every_kind(recurrence, case):
     verdict = attempt(recurrence, case)
     assert verdict.status == "right", str(verdict)
@@ -231,3 +241,23 @@ def test_sums_of_corrections_on_the_value_axis():
     given = sample(on_values, tokens=9)
     found = outcome(on_values, given, None, torch.float32, backend="triton")
     assert_same(found, outcome(on_values, given, None, torch.float64, form="naive"))
+
+
+@dsf.recurrence
+def erased_before(q: Key, k: Key, v: Value, g: Scalar, b: Scalar) -> System:
+    """What a key reads before the decay is erased."""
+    return System(A=exp(g) * I - sigmoid(b) * outer(k, k), B=k * (b * v), C=q)
+
+
+@pytest.mark.parametrize("strength", [-0.05, 0.01, 3.0, 30.0, 120.0])  # up to decays below what the kernels tell apart
+def test_erasures_before_a_decay_keep_the_digits_of_all_gradients(strength):
+    """An erase is divided by its decay there, and the decay's gradient has no part of both that would cancel."""
+    ops = operands_of(erased_before.spec)
+    assert ops.lefts is None and ops.divisors is not None
+    given, state = sample(erased_before, tokens=40), state_of(erased_before)
+    given["g"] = -strength * given["g"].abs()
+    found = outcome(erased_before, given, state, torch.float32, backend="triton")
+    expected = outcome(erased_before, given, state, torch.float64, form="naive")
+    of_decays = expected.pop("g").detach()
+    assert ((found["g"].double() - of_decays).abs() <= 2e-5 * of_decays.abs() + 2e-6 * of_decays.abs().max()).all()
+    assert_same(found, expected)

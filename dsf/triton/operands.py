@@ -14,14 +14,16 @@ from dataclasses import dataclass, fields, replace
 from dsf.language.bounds import bounds
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
-from dsf.language.functions import where
+from dsf.language.functions import maximum, where
 from dsf.language.operator import I, factors_of, normal_form, split_scale, summands, times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Row, Spec
 from dsf.language.system import System
 from dsf.triton.lines import MOST, lines_of, paid
+from dsf.triton.printer import symbol
 
 ZERO, UNIT = const(0), const(1)
+TINY = 1e-24  # of dsf.kernels.triton.chunk.tiles: the kernels take smaller decays for this one
 GONE = -20.0  # a decay below e^-20 = 2e-9 passes on less than the rounding error of its gradient in float32
 
 
@@ -32,7 +34,8 @@ class Operands:
     With lefts: S = (a + left right') S + key value', and y = query' S + own · value, where own is the bonus. decays:
     when `log`, logarithms between floor and -floor; keywise: one for each key entry. ones: what drives the normaliser
     in place of values; gains: exponents of exponential gates; group: rows that act at once, as one micro-step does
-    whose A sums several corrections (dsf.triton.lines), else 1.
+    whose A sums several corrections (dsf.triton.lines), else 1. divisors: of the erases, where rows erase before
+    their decay.
     """
 
     query: Expr
@@ -52,11 +55,35 @@ class Operands:
     floor: float = -math.inf
     own: Expr | None = None
     group: int = 1
+    divisors: tuple[Expr, ...] | None = None
+
+    @property
+    def divided(self) -> tuple[Expr, ...]:
+        """The erases as the kernels take them."""
+        if self.erases is None or self.divisors is None:
+            return self.erases or ()
+        return tuple(x if y is UNIT else x / y for x, y in zip(self.erases, self.divisors, strict=True))
 
     @property
     def rows(self) -> int:
         """The rows of a token in the kernels."""
         return len(self.keys)
+
+    @property
+    def held(self) -> dict[Expr, Expr]:
+        """What divides each row's erase, by the symbol that stands for it in `pair`."""
+        return {_held(step): UNIT / x for step, x in enumerate(self.divisors or ())}
+
+    def pair(self, name: str, step: int | None, x: Expr, given: Expr) -> tuple[Expr, Expr]:
+        """(operand, its gradient) for the printed adjoint, from the gradient `given` by the kernels for operand x.
+
+        Of an erase that is divided by a decay the erase alone is differentiated: what the divisor would add to the
+        decay's gradient cancels with a part that the kernels leave out.
+        """
+        if name == "erase" and self.divisors is not None:
+            assert self.erases is not None
+            return self.erases[step or 0], given * _held(step or 0)
+        return x, self.settled(name, x, given)
 
     @property
     def column(self) -> bool:
@@ -109,8 +136,12 @@ def operands_of(spec: Spec) -> Operands:
         raise Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
     plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
     of_steps = [decay for decay in steps for _ in range(group)]
-    general = not all(map(is_delta, lines, of_steps))
-    rows = [_row(line, decay, general) for line, decay in zip(lines, of_steps, strict=True)]
+    erased, divisors = [_erase(line, decay) for line, decay in zip(lines, of_steps, strict=True)], None
+    if None in erased and logs is not None and not keywise:
+        erased = [_strength(line) for line in lines]
+        divisors = tuple(x if x is UNIT else maximum(x, TINY) for x in of_steps)
+    general = None in erased
+    rows = [_row(line, ZERO if general or x is None else x) for line, x in zip(lines, erased, strict=True)]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
     gate, core = spec.gated_read
     read, query = split_scale(core)
@@ -129,7 +160,7 @@ def operands_of(spec: Spec) -> Operands:
         gains = tuple(_gain(r) for r in spec.rows)
     found = Operands(
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
-        logs is not None, keywise, ones, gains, gate, group=group,
+        logs is not None, keywise, ones, gains, gate, group=group, divisors=None if general else divisors,
     )  # fmt: skip
     if general:
         found = _rank_one(spec, found, lines)
@@ -179,11 +210,9 @@ def _gain(row: Row) -> Expr:
     return ZERO if gain is None else gain
 
 
-def _row(row: Row, decay: Expr, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
-    """(key, source, value, erase) of a row; erase is zero for `general` corrections, no delta rule.
-
-    decay: of the row's micro-step, which its first row has.
-    """
+def _row(row: Row, erase: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+    """(key, source, value, erase) of a row; its key is the erased one, if there is one. erase: zero for corrections
+    that are no delta rule."""
     if row.dense is not None or len(row.terms) > 1:
         raise Unfit("the matrix kernels take a B of one product, a Key times a Value expression")
     scale, key, source, value = UNIT, UNIT, ZERO, UNIT
@@ -194,16 +223,14 @@ def _row(row: Row, decay: Expr, general: bool) -> tuple[Expr, Expr, Expr, Expr]:
     for c in row.normal.corrections:
         if VALUE in c.scale.axes | c.left.axes | c.right.axes:
             raise Unfit("the matrix kernels erase alike in all channels")
-    if general or not row.normal.corrections:
+    if erase is ZERO:
         return key, source, value, ZERO
-    erase = _erase(row, decay)
-    assert erase is not None
     return row.normal.corrections[0].left, source, value, erase
 
 
 def is_delta(row: Row, decay: Expr) -> bool:
     """True for a row without correction, or one that erases at the key it writes (a delta rule), after the decay."""
-    return not row.normal.corrections or _erase(row, decay) is not None
+    return _erase(row, decay) is not None
 
 
 def _rank_one(spec: Spec, found: Operands, lines: list[Row]) -> Operands:
@@ -225,19 +252,48 @@ def _rank_one(spec: Spec, found: Operands, lines: list[Row]) -> Operands:
 
 
 def _erase(row: Row, decay: Expr) -> Expr | None:
-    """erase of A = decay (I - erase · key keyᵀ), or of (I - erase · key keyᵀ) diag(decay); None if A is neither."""
-    c, *more = row.normal.corrections
+    """erase of A = decay (I - erase · key keyᵀ), or of (I - erase · key keyᵀ) diag(decay); zero without a correction;
+    None if A is neither."""
+    if not row.normal.corrections:
+        return ZERO
+    c = row.normal.corrections[0]
     decayed = KEY in decay.axes and c.right is decay * c.left
-    if more or not (decayed or (c.left is c.right and KEY not in decay.axes)):
-        return None
-    if row.terms and c.left is not split_scale(row.terms[0].key)[1]:
+    if not _is_tied(row) or not (decayed or (c.left is c.right and KEY not in decay.axes)):
         return None
     left = factors_of(c.scale)
     for wanted in factors_of(decay) if decay is not UNIT and not decayed else []:
         if wanted not in left:
             return None
         left.remove(wanted)
+    return _negative(left)
+
+
+def _strength(row: Row) -> Expr | None:
+    """strength of A = decay I - strength · key keyᵀ, which erases before a decay of one number; zero without a
+    correction; None if A is no such matrix.
+
+    Divided by the decay it is an erase, which the kernels multiply by the decay again. It is finite, as they never run
+    a decay below TINY.
+    """
+    if not row.normal.corrections:
+        return ZERO
+    c = row.normal.corrections[0]
+    return _negative(factors_of(c.scale)) if _is_tied(row) and c.left is c.right else None
+
+
+def _is_tied(row: Row) -> bool:
+    """True for a row of one correction that writes nothing, or at the key where the correction writes."""
+    left = row.normal.corrections[0].left
+    return len(row.normal.corrections) == 1 and (not row.terms or left is split_scale(row.terms[0].key)[1])
+
+
+def _negative(factors: list[tuple[Expr, bool]]) -> Expr:
+    """The product of factors, the inverse ones divided by, times -1."""
     out: Expr = const(-1)
-    for factor, inverse in left:
+    for factor, inverse in factors:
         out = out / factor if inverse else times(out, factor)
     return out
+
+
+def _held(step: int) -> Expr:
+    return symbol(f".held_{step}", frozenset())

@@ -88,7 +88,6 @@ class _Writer(Writer):
             moved = BEFORE - AFTER
             decays = [x + moved if ops.log else x * exp(moved) for x in decays]
             sources = [times(x, exp(g - AFTER)) for x, g in zip(ops.sources, ops.gains, strict=True)]
-        erases = list(ops.erases or [])
         ones = list(ops.ones or [])
         if not self.column and all(x is UNIT for x in ones):  # the kernels then need no tensor
             ones = []
@@ -99,7 +98,7 @@ class _Writer(Writer):
             ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
             ("value", ops.values, frozenset({VALUE})),
             ("ones", ones, SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
-            ("erase", erases, SCALAR), ("own", [] if ops.own is None else [ops.own], SCALAR),
+            ("erase", ops.divided, SCALAR), ("own", [] if ops.own is None else [ops.own], SCALAR),
             ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
         ]  # fmt: skip
         for name, exprs, axes in rows:
@@ -312,10 +311,11 @@ class _Writer(Writer):
         roots = [r for r in self.roots if not (self.vectors and r.name in TURNED)]
         varied = [r for r in roots if inputs_of(*(x.expr for x in self.roots if x.name == r.name))]
         given = [self.call(Expr("input", (), (f".d{r.name}", r.step), r.axes)) for r in varied]
-        pairs = [(r.expr, self.ops.settled(r.name, r.expr, x)) for r, x in zip(varied, given, strict=True)]
+        pairs = [self.ops.pair(r.name, r.step, r.expr, x) for r, x in zip(varied, given, strict=True)]
         if self.y is not None and self.beside is None:
             pairs.append((self.y, GIVEN))
-        return self.pulled(pairs, wanted) if wanted else None
+        slopes = derivatives(pairing(pairs), UNIT, wanted)
+        return self.storing(wanted, [substitute(x, self.ops.held) for x in slopes]) if wanted else None
 
     def vectors_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of `vectors`, from tiles [L, N] of the gradients of TURNED."""
@@ -391,7 +391,7 @@ class _Writer(Writer):
             self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,
             None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
             self.ops.floor if self.ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
-            self.ops.group,
+            self.ops.group, self.ops.divisors is not None,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ With e the new values (v_new; e = s v without the delta rule) and f = dL/de (EQU
     dk = z - b d (delta) or s z;  db = -k·d;  ds = v·f;  dv = s f;  dc = q·dq / c
     dlog decay_t = Σ over every product of decays that contains row t: pairs i ≥ t > j, reads of S at i ≥ t, writes
     into the last state at j < t, and S carried through. Each such term is computed and summed, none is the difference
-    of two larger ones, so decays near zero keep their digits.
+    of two larger ones, so decays near zero keep their digits. UNDECAYED: of erasures only those at i > t.
 NORMAL: with a normaliser. Its state is n, its input o_j takes the place of e_j, and dn_i is the gradient of its output
 at row i. It adds dn_i o_j to every dy_i·e_j, dn_i n to S dy_i, and o_j times the adjoint of n to G x_j. Only the
 programs of the first slice of P add these, since the normaliser has one column.
@@ -154,7 +154,11 @@ def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
             fx = product(f, turn(x.written), C.ADJOINT_TERMS, C.ADJOINT_TERMS, C.PRECISION)
             fx = weigh(fx, scalars, sizes.plane, rows, local[:, None] > local[None, :], False, C)
             fx *= tl.load(scalars + ERASE * sizes.plane + rows)[:, None]
-            pairs -= tl.dot(x.k, tl.trans(x.k), input_precision=C.PRECISION) * fx
+            of_erasing = tl.dot(x.k, tl.trans(x.k), input_precision=C.PRECISION) * fx
+            if C.UNDECAYED:
+                grad -= spanning(of_erasing, local, False, C.KIND, C.PRECISION, C.PAIR_TERMS, C.GROUP)
+            else:
+                pairs -= of_erasing
         grad += spanning(pairs, local, False, C.KIND, C.PRECISION, C.PAIR_TERMS)
     if LATER:
         state, carried = _carried(known, beside, place, here, sizes, C)

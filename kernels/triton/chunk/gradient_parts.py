@@ -13,6 +13,7 @@ from dsf.kernels.triton.chunk.tiles import (
     TINY,
     Chunked,
     between,
+    is_later,
     load_rows,
     load_terms,
     product,
@@ -157,9 +158,17 @@ def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
 
 
 @triton.jit
-def spanning(pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr):
-    """For every row t the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, which the decay of t scales."""
+def spanning(
+    pairs, local, transposed: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, TERMS: tl.constexpr,
+    AFTER: tl.constexpr = 0,
+):  # fmt: skip
+    """For every row t the sum of pairs [i, j] (transposed: [j, i]) with i ≥ t > j, which the decay of t scales.
+
+    AFTER: GROUP, if only rows i of later groups than t's count.
+    """
     later, upto = local[:, None] > local[None, :], local[:, None] <= local[None, :]
+    if AFTER:
+        upto = is_later(local[None, :], local[:, None], AFTER)
     if transposed:
         gathered = tl.where(later, 1.0, 0.0).to(KIND)  # [t, j]
         gathered = product((gathered, gathered), split(pairs, TERMS, KIND), 1, TERMS, PRECISION)

@@ -50,10 +50,12 @@ class Wanted(NamedTuple):
 
 class Traits(NamedTuple):
     """What is known of a call's rows: positive: no write strength is negative; group: so many rows, a power of two, act
-    at once, as corrections of one sum. Only the first of them has a decay."""
+    at once, as corrections of one sum. Only the first of them has a decay. undecayed: rows erase before their decay, by
+    which b is divided."""
 
     positive: bool = False
     group: int = 1
+    undecayed: bool = False
 
 
 class _Call:
@@ -109,7 +111,7 @@ class _Call:
         self.measures = Sizes(self.tokens, constant(heads), self.length, self.plane)
         self.common = self.sizes | {
             "DECAY": self.decay, "KEYWISE": self.keywise, "DELTA": self.delta, "SCALED": self.scaled,
-            "READ_SCALED": self.read, "GROUP": traits.group,
+            "READ_SCALED": self.read, "GROUP": traits.group, "UNDECAYED": traits.undecayed,
         }  # fmt: skip
         self.key_block = self.tiles.gradient_keys
         if q.dtype != torch.bfloat16:  # narrower blocks of keys gave wrong results

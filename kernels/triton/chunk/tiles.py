@@ -48,7 +48,8 @@ class Chunked(Config):
     DECAY 0: none, or with KEYWISE one for every key; 1: logarithms; 2: decays of any sign. DELTA: the delta rule.
     SCALED: written rows have a write strength s (2: a positive one, which goes into exponents). READ_SCALED: rows that
     are read have a read scale c. KIND and PRECISION: of matrix products (`arithmetic`). GROUP: rows that act at once,
-    of a sum of corrections (`is_later`).
+    of a sum of corrections (`is_later`). UNDECAYED: rows erase before their decay; their b is divided by it, and the
+    decay's gradient has no part from its own row's erasing.
     """
 
     N: int
@@ -63,6 +64,7 @@ class Chunked(Config):
     KIND: Any
     PRECISION: str
     GROUP: int
+    UNDECAYED: bool
 
     @property
     def FINE(self) -> Any:

@@ -108,6 +108,8 @@ def of_writes(
     if C.DECAY:  # last, when registers are free
         if C.DELTA:
             reads *= tl.load(scalars + ERASE * sizes.plane + rows)
+            if C.UNDECAYED:
+                before = is_later(local[None, :], local[:, None], C.GROUP)
             grad -= tl.sum(tl.where(before, reads[None, :], 0.0), axis=1)
         grad += tl.sum(tl.where(local[:, None] > local[None, :], writes[None, :], 0.0), axis=1)
     return grad
