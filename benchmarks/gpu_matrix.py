@@ -67,6 +67,8 @@ ROWS = {
     "value_decay_scan": Row("fading_channels", ((16, 64, 64), (16, 128, 128)), form="scan"),
     "kda": Row("kda", BOTH),
     "rwkv7": Row("rwkv7", BOTH),
+    "comba": Row("comba", BOTH),
+    "gated_deltanet2": Row("gated_deltanet2", BOTH),
     "two_summed": Row("two_summed", BOTH),
     "two_composed": Row("two_composed", BOTH),
     "rows_summed": Row("rows_summed", BOTH),
@@ -74,6 +76,7 @@ ROWS = {
 }
 IN_FLOAT32 = ("identity", "delta", "gated_delta", "scalar", "retnet", "mlstm", "ssd", "gla", "kda", "rwkv7")
 ROWS |= {f"{name}_float32": replace(ROWS[name], lengths=(8192,), dtype="float32") for name in IN_FLOAT32}
+IN_LOGARITHMS = ("kda", "comba", "gated_deltanet2", "scalar_decay")  # their g are logarithms of decays
 OURS, GRAPH = "ours", "ours, CUDA graph"
 SHARES = {"kda": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "delta": 5, "ssd": 5}  # workers a peer's row, else 2
 
@@ -94,7 +97,7 @@ def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda", dtype
         if i.name in ("alpha", "beta", "gamma"):
             x = torch.sigmoid(x + (3.0 if i.name == "alpha" else 0.0))
         if i.name in ("g", "f"):
-            x = -torch.nn.functional.softplus(x) if recurrence.name in ("kda", "scalar_decay") else x + 3.0
+            x = -torch.nn.functional.softplus(x) if recurrence.name in IN_LOGARITHMS else x + 3.0
         if i.name == "slope":
             x = torch.nn.functional.softplus(x) / 16
         if i.name == "u":

@@ -38,6 +38,10 @@ SUBJECTS = {
     "identity": mixer("unnormalized_linear_attention"), "constant-decay": mixer("retnet"), "scalar-decay": mixer("ssd"),
     "key-decay": mixer("gla"), "read-before": mixer("rwkv6"), "delta": mixer("deltanet"),
     "gated-delta": mixer("gated_deltanet"), "kda": mixer("kda"), "rank-one": mixer("rwkv7"),
+    "undecayed-delta": declared("sigmoid(s) * I - sigmoid(b) * outer(k, k)", "k * (sigmoid(b) * v)"),
+    "key-delta-apart": declared(
+        "(I - sigmoid(b) * outer(k, sigmoid(l) * k)) @ diag(sigmoid(sk))", "k * (sigmoid(b) * v)"
+    ),
     "summed-deltas": declared(
         "sigmoid(s) * (I - sigmoid(b) * outer(k, k) - 0.5 * outer(l, l))", "k * (sigmoid(b) * v) + l * x", d="pv * v"
     ),

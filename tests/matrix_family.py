@@ -80,6 +80,12 @@ def fading_delta(q: Key, k: Key, v: Value, g: Key, b: Scalar, s: Scalar) -> Syst
 
 
 @dsf.recurrence
+def apart_delta(q: Key, k: Key, r: Key, v: Value, g: Key, b: Scalar, s: Scalar) -> System:
+    """Rows that decay, then what one key reads is erased along another one, at which is written."""
+    return System(A=(I - sigmoid(b) * outer(k, r)) @ diag(exp(g)), B=k * (s * v), C=q * sigmoid(s))
+
+
+@dsf.recurrence
 def leaning_rows(q: Key, k: Key, v: Value, g: Key, a: Key, b: Key, s: Scalar) -> System:
     """Rows that decay without bound, what is read along one key written at another, a read before the update."""
     return System(A=diag(exp(g)) + sigmoid(s) * outer(a, b), B=k * (s * v), C=q * sigmoid(s), read="before")
@@ -157,6 +163,13 @@ def early_in_steps(q: Key, k: Steps[Key, 2], l: Key, v: Value, a: Scalar, b: Sca
 
 
 @dsf.recurrence
+def apart_in_steps(q: Key, k: Steps[Key, 2], l: Key, r: Key, v: Value, g: Key, b: Scalar) -> System:
+    """Rows that decay, then two erasures at once, of which one reads along a gated key; then a delta rule."""
+    first = (I - sigmoid(b) * outer(k[0], sigmoid(r) * k[0]) - 0.5 * outer(l, r)) @ diag(exp(g))
+    return compose(System(A=first, B=k[0] * v), System(A=I - b * outer(k[1], k[1]), B=k[1] * v, C=q))
+
+
+@dsf.recurrence
 def twice_moved(q: Key, k: Key, u: Key, w: Key, v: Value, x: Value, g: Key, s: Scalar) -> System:
     """Rows that decay without bound; what lies along two keys is moved at once, and three products are written."""
     moved = outer(u, w) - sigmoid(s) * outer(k, u)
@@ -170,9 +183,19 @@ def moved_in_steps(q: Key, k: Steps[Key, 2], u: Key, v: Value, g: Key, s: Scalar
     return dsf.compose(System(A=first, B=k[0] * v), System(A=I - outer(k[1], u), B=u * v, C=q))
 
 
-SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps, early_in_steps]
+SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps, early_in_steps, apart_in_steps]
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps, early_delta]
+UNSEEN += [
+    leaning_rows,
+    moving_rows,
+    sure_rows,
+    skipping_rows,
+    gated,
+    late_gate,
+    single_steps,
+    early_delta,
+    apart_delta,
+]
 
 
 @dsf.recurrence

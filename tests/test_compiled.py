@@ -188,7 +188,7 @@ FEW = {"T": 128, "N": 16}  # no segments, the summaries of which take as long to
 RANKS = {"T": 3 * 2048, "parallel": Simulated(3)}
 FAMILIES = {
     "a decay for a head": Family(
-        every(matrix.swinging, matrix.forgetful_delta, matrix.late_ratio, get("mlstm").recurrence)
+        every(matrix.swinging, matrix.forgetful_delta, matrix.early_delta, matrix.late_ratio, get("mlstm").recurrence)
         | {
             "driven_ratio": of(matrix.driven_ratio),
             "turning": of(matrix.turning),
@@ -213,7 +213,7 @@ FAMILIES = {
         ),
     ),
     "a decay for a key": Family(
-        every(matrix.fading_rows, matrix.fading_delta)
+        every(matrix.fading_rows, matrix.fading_delta, matrix.apart_delta)
         | {"late_gate": of(matrix.late_gate), "kda, ranks": of("kda", **RANKS), "late_ratio": of(matrix.late_ratio)}
         | {"thrice_erased": of(matrix.thrice_erased, **FEW), "given_channels": of(matrix.given_channels, T=128)},
         (

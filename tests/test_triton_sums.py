@@ -8,6 +8,8 @@ import torch
 from interpreted import interpreted
 from matrix_family import (
     SUMMED,
+    apart_delta,
+    apart_in_steps,
     decayed_apart,
     early_delta,
     early_in_steps,
@@ -31,7 +33,7 @@ pytestmark = interpreted
 CHUNK = 16
 ROWS = {  # of a token; of a group; whether corrections erase where they write
     twice_erased: (2, 2, True), thrice_erased: (4, 4, True), decayed_apart: (2, 2, True), twice_moved: (4, 4, False),
-    moved_in_steps: (4, 2, False), early_in_steps: (4, 2, True),
+    moved_in_steps: (4, 2, False), early_in_steps: (4, 2, True), apart_in_steps: (4, 2, True),
 }  # fmt: skip
 
 
@@ -138,7 +140,9 @@ def test_a_key_that_is_erased_twice_is_erased_once():
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("recurrence", [thrice_erased, twice_moved, early_in_steps], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence", [thrice_erased, twice_moved, early_in_steps, apart_in_steps], ids=lambda r: r.name
+)
 def test_packed_sequences_are_separate_sequences(recurrence, stateful):
     """Of no token, of one, and of as many as a chunk has rows for, less one and more one."""
     bounds = torch.tensor([0, 0, 1, 4, 4, 9, 12, 13, 13])
@@ -193,7 +197,9 @@ def test_segments_and_stretches_of_time_hold_whole_tokens(recurrence, cut, count
     assert_same(found, outcome(recurrence, given, state, torch.float64, form="naive"))
 
 
-@pytest.mark.parametrize("recurrence", [twice_erased, decayed_apart, twice_moved, early_in_steps], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence", [twice_erased, decayed_apart, twice_moved, early_in_steps, apart_in_steps], ids=lambda r: r.name
+)
 def test_ranks_equal_the_whole(recurrence, counting):
     counted, sizes = counting(fused, "run"), (9, 1, 8)
     given = sample(recurrence, batch=1, tokens=sum(sizes))
@@ -225,7 +231,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("recurrence", [twice_erased, twice_moved, early_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [twice_erased, twice_moved, early_delta, apart_delta], ids=lambda r: r.name)
 def test_calls_of_every_kind(recurrence, case):
     verdict = attempt(recurrence, case)
     assert verdict.status == "right", str(verdict)

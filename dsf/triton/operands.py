@@ -31,7 +31,8 @@ GONE = -20.0  # a decay below e^-20 = 2e-9 passes on less than the rounding erro
 class Operands:
     """S = a S + key eᵀ, e = source · value - erase · key'(a S), y = gate · read · query' S: expressions by micro-step.
 
-    With lefts: S = (a + left right') S + key value', and y = query' S + own · value, where own is the bonus. decays:
+    With rights: e = source · value - erase · right'(a S). With lefts: S = (a + left right') S + key value', and
+    y = query' S + own · value, where own is the bonus. decays:
     when `log`, logarithms between floor and -floor; keywise: one for each key entry. ones: what drives the normaliser
     in place of values; gains: exponents of exponential gates; group: rows that act at once, as one micro-step does
     whose A sums several corrections (dsf.triton.lines), else 1. divisors: of the erases, where rows erase before
@@ -136,12 +137,9 @@ def operands_of(spec: Spec) -> Operands:
         raise Unfit("the matrix kernels take key-diagonal decays made of exp and sigmoid, whose logarithm is derived")
     plain = all(r.normal.decay is UNIT for r in spec.rows) and not spec.is_stabilised
     of_steps = [decay for decay in steps for _ in range(group)]
-    erased, divisors = [_erase(line, decay) for line, decay in zip(lines, of_steps, strict=True)], None
-    if None in erased and logs is not None and not keywise:
-        erased = [_strength(line) for line in lines]
-        divisors = tuple(x if x is UNIT else maximum(x, TINY) for x in of_steps)
-    general = None in erased
-    rows = [_row(line, ZERO if general or x is None else x) for line, x in zip(lines, erased, strict=True)]
+    erased, divisors, rights = _erasing(lines, of_steps, logs is not None, keywise)
+    general = erased is None
+    rows = [_row(line, x) for line, x in zip(lines, erased or [ZERO] * len(lines), strict=True)]
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
     gate, core = spec.gated_read
     read, query = split_scale(core)
@@ -160,7 +158,7 @@ def operands_of(spec: Spec) -> Operands:
         gains = tuple(_gain(r) for r in spec.rows)
     found = Operands(
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
-        logs is not None, keywise, ones, gains, gate, group=group, divisors=None if general else divisors,
+        logs is not None, keywise, ones, gains, gate, rights=rights, group=group, divisors=divisors,
     )  # fmt: skip
     if general:
         found = _rank_one(spec, found, lines)
@@ -251,6 +249,26 @@ def _rank_one(spec: Spec, found: Operands, lines: list[Row]) -> Operands:
     )  # fmt: skip
 
 
+def _erasing(
+    lines: list[Row], decays: list[Expr], log: bool, keywise: bool
+) -> tuple[list[Expr] | None, tuple[Expr, ...] | None, tuple[Expr, ...] | None]:
+    """(erases of all rows, their divisors if rows erase before their decay, the Keys along which they erase if these
+    are not those that they write at). No erases: the corrections are no delta rules.
+
+    decays: of each row's micro-step. log: they have logarithms.
+    """
+    erases = [x for line, decay in zip(lines, decays, strict=True) if (x := _erase(line, decay)) is not None]
+    if len(erases) == len(lines):
+        return erases, None, None
+    rights = [x for line, decay in zip(lines, decays, strict=True) if (x := _right(line, decay)) is not None]
+    erases = [x for line in lines if (x := _strength(line, not keywise)) is not None]
+    if not log or len(erases) < len(lines) or (keywise and len(rights) < len(lines)):
+        return None, None, None
+    if keywise:
+        return erases, None, tuple(rights)
+    return erases, tuple(x if x is UNIT else maximum(x, TINY) for x in decays), None
+
+
 def _erase(row: Row, decay: Expr) -> Expr | None:
     """erase of A = decay (I - erase · key keyᵀ), or of (I - erase · key keyᵀ) diag(decay); zero without a correction;
     None if A is neither."""
@@ -268,17 +286,31 @@ def _erase(row: Row, decay: Expr) -> Expr | None:
     return _negative(left)
 
 
-def _strength(row: Row) -> Expr | None:
-    """strength of A = decay I - strength · key keyᵀ, which erases before a decay of one number; zero without a
-    correction; None if A is no such matrix.
+def _strength(row: Row, alike: bool) -> Expr | None:
+    """strength of A = decay I - strength · key rightᵀ; zero without a correction; None if A is no such matrix. alike:
+    right is key.
 
-    Divided by the decay it is an erase, which the kernels multiply by the decay again. It is finite, as they never run
-    a decay below TINY.
+    Where it erases before a decay of one number, strength / decay is an erase, which the kernels multiply by the decay
+    again. It is finite, as they never run a decay below TINY.
     """
     if not row.normal.corrections:
         return ZERO
     c = row.normal.corrections[0]
-    return _negative(factors_of(c.scale)) if _is_tied(row) and c.left is c.right else None
+    return _negative(factors_of(c.scale)) if _is_tied(row) and (c.left is c.right or not alike) else None
+
+
+def _right(row: Row, decay: Expr) -> Expr | None:
+    """right of A = (I - strength · key rightᵀ) diag(decay), any without a correction; None if A is no such matrix."""
+    if not row.normal.corrections:
+        return row.terms[0].key if row.terms else UNIT
+    if not _is_tied(row):
+        return None
+    left = factors_of(row.normal.corrections[0].right)
+    for wanted in factors_of(decay) if decay is not UNIT else []:
+        if wanted not in left:
+            return None
+        left.remove(wanted)
+    return times(const(-1), _negative(left))
 
 
 def _is_tied(row: Row) -> bool:

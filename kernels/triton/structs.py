@@ -22,14 +22,14 @@ from dsf.kernels.triton.launch import constant
 
 
 class Rows(NamedTuple):
-    """x [B, T, H', ·], whose last axis is contiguous: its address, the strides of B, T and H', and how many heads share
-    one of H'."""
+    """x [B, T, H', ·], whose last axis is contiguous, or None: its address, the strides of B, T and H', and how many
+    heads share one of H'."""
 
-    at: Any
-    batch: Any
-    token: Any
-    head: Any
-    group: Any
+    at: Any = None
+    batch: Any = None
+    token: Any = None
+    head: Any = None
+    group: Any = None
 
 
 class Numbers(NamedTuple):

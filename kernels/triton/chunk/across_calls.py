@@ -15,9 +15,11 @@ from dsf.kernels.triton.chunk.call import ChunkCall
 from dsf.kernels.triton.chunk.key_gradient import Gradients, key_gradient
 from dsf.kernels.triton.chunk.key_rows import key_scalars
 from dsf.kernels.triton.chunk.keywise import GROUP, KeyRows
+from dsf.kernels.triton.chunk.precision import decay_gradient
 from dsf.kernels.triton.chunk.row_gradients import sum_pieces
 from dsf.kernels.triton.chunk.walks import NONE, Adjoints, forward, reverse
 from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.structs import Rows
 
 WIDTH = 64  # entries of P that a program of dx and dv handles: two accumulators of 64 rows fit its registers
 
@@ -75,7 +77,7 @@ class _Call(matrix._Call):
             programs = found.chunks if once else -(-found.chunks // GROUP.value)
             launch(
                 key_gradient, (programs * self.blocks, self.lanes, pieces),
-                q, k, v, x, self.scalars, self.made, found.entries, found.states, *rest,
+                q, k, Rows(), v, x, self.scalars, self.made, found.entries, found.states, *rest,
                 C=replace(whole, ONCE=once), num_warps=t.gradient_warps, num_stages=2,
             )  # fmt: skip
 
@@ -123,7 +125,7 @@ def gradients(
     pieces = -(-chunks.p // chunks.tiles.gradient_piece)
     direct = {*call.program.direct.values()}
     kinds = {name: torch.float32 if name not in direct else x.dtype for name in ("key", "value")}
-    kinds["decay"] = matrix._decay_gradient(call.operand("decay"), chunks.heads)
+    kinds["decay"] = decay_gradient(call.operand("decay"), chunks.heads)
 
     def summed(name: str) -> Tensor:
         return chunks.empty(pieces, *lead, chunks.n, dtype=kinds[name] if pieces == 1 else torch.float32)
@@ -132,7 +134,7 @@ def gradients(
     alone = chunks.empty(pieces, *lead, dtype=torch.float32)
     to = Gradients(
         chunks.empty(pieces, *lead, chunks.tiles.chunk, dtype=between), alone, None, summed("key"),
-        chunks.empty(*lead, chunks.p, dtype=kinds["value"]), summed("decay"),
+        chunks.empty(*lead, chunks.p, dtype=kinds["value"]), None, summed("decay"),
         *key_scalars(chunks, pieces, source, None, None),
     )  # fmt: skip
     dx = chunks.empty(*lead, chunks.p, dtype=x.dtype)

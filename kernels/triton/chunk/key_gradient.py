@@ -54,9 +54,9 @@ class Gradients(NamedTuple):
     """Outputs of both kernels, in slices of P. pairs: dy_i·x_j and (DELTA) f_i·x_j for j < i
     [slices, B, T, H, L or 2L].
 
-    alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq (None: not wanted), dk, dg [slices, B, T, H, N], to be summed
-    over slices; and
-    gradients of the scalars [slices · keys / BK, B, T, H], except ds of delta rules [slices, B, T, H].
+    alone: dy_i·x_i [slices, B, T, H]; dv [B, T, H, P]; dq (None: not wanted), dk, dr (None where r is k), dg
+    [slices, B, T, H, N], to be summed over slices; and gradients of the scalars [slices · keys / BK, B, T, H], except
+    ds of delta rules [slices, B, T, H].
     """
 
     pairs: Any
@@ -64,6 +64,7 @@ class Gradients(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+    dr: Any
     dg: Any
     ds: Any
     db: Any
@@ -77,10 +78,13 @@ class KeyGradient(Keyed):
 
     ONCE: handles the chunks in which all rows meet in one product, one chunk a program; otherwise handles the other
     chunks, GROUP of them a program. X_TERMS: bfloat16 terms of x and f; TERMS: without DELTA, of the adjoint state.
+    APART: r is not k, and its gradient, in which no sum over keys averages rounding errors, is from all terms of x and
+    f.
     """
 
     BP: int = 0
     X_TERMS: int = 1
+    APART: bool = False
     ONCE: bool = False
     SOURCE_WANTED: bool = False
     READ_WANTED: bool = False
@@ -128,7 +132,8 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
         f = load_terms(adjoint_entries, heads * C.P * C.X_TERMS, rows, end, columns, C.P, C.BP, C.KIND, C.X_TERMS)
         if C.GROUP > 1:
             earlier = is_later(local[:, None], local[None, :], C.GROUP)
-        products = tl.where(earlier, tl.dot(f[0], written[0], input_precision=C.PRECISION), 0.0)
+        BOTH: tl.constexpr = C.X_TERMS if C.APART else 1
+        products = tl.where(earlier, product(f, written, BOTH, BOTH, C.PRECISION), 0.0)
         store_rows(pairs + C.L, heads * C.PITCH, rows, end, local, C.L, C.L, rounded(products, C.BETWEEN, C.PRECISION))
         grad_v = whole(f, C.X_TERMS)
         if C.SOURCE_WANTED:
@@ -149,7 +154,9 @@ def key_pairs(v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes,
 
 
 @triton.jit(do_not_specialize=["base", "count"])
-def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes, base, count, C: tl.constexpr):
+def key_gradient(
+    q, k, r, v, dy, scalars, made, adjoint_entries, adjoints, to, table, sizes, base, count, C: tl.constexpr
+):  # fmt: skip
     """A slice of P's part of the gradients, to be summed, BK keys a program; of `count` chunks from `base` on."""
     heads: tl.constexpr = sizes.heads
     BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
@@ -157,6 +164,8 @@ def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, tabl
     block, lane, piece = tl.program_id(0) % BLOCKS, tl.program_id(1).to(tl.int64), tl.program_id(2)
     batch, head = lane // heads, lane % heads
     q, k, v = of_head(q, batch, head), of_head(k, batch, head), of_head(v, batch, head)
+    if r.at is not None:
+        r = of_head(r, batch, head)
     scalars += lane * length
     flat = batch * tokens * heads + head
     size = tl.num_programs(1).to(tl.int64) * tokens
@@ -172,7 +181,7 @@ def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, tabl
     at_scalars = flat + (piece * BLOCKS + block) * size
     to = Gradients(
         to.pairs + part * C.PITCH, to.alone + part, None if to.dq is None else to.dq + part * C.N, to.dk + part * C.N,
-        to.dv, to.dg + part * C.N,
+        to.dv, None if to.dr is None else to.dr + part * C.N, to.dg + part * C.N,
         to.ds + at_scalars, to.db + at_scalars, to.dc + at_scalars,
     )  # fmt: skip
     keys, columns = block * C.BK + tl.arange(0, C.BK), piece * C.BP + tl.arange(0, C.BP)
@@ -182,28 +191,32 @@ def key_gradient(q, k, v, dy, scalars, made, adjoint_entries, adjoints, to, tabl
         chunk = first_chunk + base
         if tl.load(first_levels + chunk) == C.LEVELS - 1:
             _of_keys(
-                q, k, x, dy, scalars, running, made.states, C.LEVELS - 1, adjoint_entries, adjoints, to, chunk, lane,
-                base, count, table, sizes, keys, columns, C,
+                q, k, r, x, dy, scalars, running, made.states, C.LEVELS - 1, adjoint_entries, adjoints, to, chunk, lane,
+                base, count, table, sizes, (keys, columns), C,
             )  # fmt: skip
     else:
         for chunk in tl.range(first_chunk + base, base + tl.minimum(first_chunk + GROUP, count), num_stages=1):
             first = tl.load(first_levels + chunk)
             if first < C.LEVELS - 1:
                 _of_keys(
-                    q, k, x, dy, scalars, running, made.states, first, adjoint_entries, adjoints, to, chunk, lane,
-                    base, count, table, sizes, keys, columns, C,
+                    q, k, r, x, dy, scalars, running, made.states, first, adjoint_entries, adjoints, to, chunk, lane,
+                    base, count, table, sizes, (keys, columns), C,
                 )  # fmt: skip
 
 
 @triton.jit
 def _of_keys(
-    q, k, x, dy, scalars, running, state_of, first, adjoint_entries, adjoint_of, to, chunk, lane, base, count, table,
-    sizes, keys, columns, C: tl.constexpr,
+    q, k, r, x, dy, scalars, running, state_of, first, adjoint_entries, adjoint_of, to, chunk, lane, base, count, table,
+    sizes, place, C: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg and the scalars' gradients of one chunk, in parts that load what they need again."""
+    """dq, dk, dr, dg and the scalars' gradients of one chunk, in parts that load what they need again.
+
+    place: the keys and channels of the program.
+    """
     F_PITCH: tl.constexpr = C.P * C.X_TERMS
     heads: tl.constexpr = sizes.heads
     plane, length = sizes.plane, sizes.length
+    keys, columns = place
     local = tl.arange(0, C.L)
     begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
     rows = begin + local
@@ -229,7 +242,7 @@ def _of_keys(
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
     read, log = _reads(
         dy, heads * C.P, to.pairs, heads * C.PITCH, state_of, rows_q, rows_k, running, first, rows, end, keys, columns,
-        local, C,
+        local, 1, C,
     )  # fmt: skip
     read += tl.load(to.alone + at, mask=rows < end, other=0.0)[:, None] * rows_k
     if C.READ_WANTED:
@@ -243,14 +256,20 @@ def _of_keys(
     if C.DELTA:  # what their erasing reads
         tl.debug_barrier()
         rows_k = load_rows(k.at, k.token, rows, end, keys, C.N, C.BK, tl.float32)
+        rows_r = rows_k
+        if r.at is not None:
+            rows_r = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, tl.float32)
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
         read, of_erased = _reads(
-            adjoint_entries, heads * F_PITCH, to.pairs + C.L, heads * C.PITCH, state_of, rows_k * strength, rows_k,
-            running, first, rows, end, keys, columns, local, C,
+            adjoint_entries, heads * F_PITCH, to.pairs + C.L, heads * C.PITCH, state_of, rows_r * strength, rows_k,
+            running, first, rows, end, keys, columns, local, C.X_TERMS if C.APART else 1, C,
         )  # fmt: skip
         log += of_erased
-        z = read * strength
-        tl.store(to.db + at, -tl.sum(read * rows_k, axis=1), mask=rows < end)
+        if to.dr is None:
+            z = read * strength
+        else:
+            store_rows(to.dr, heads * C.N, rows, end, keys, C.N, C.BK, read * strength)
+        tl.store(to.db + at, -tl.sum(read * rows_r, axis=1), mask=rows < end)
     # z = G x: what later rows and the last state read of what the rows write
     tl.debug_barrier()
     adjoint = _load_state(adjoint_of, keys, columns, C.N, C.P, C.KIND)
@@ -264,6 +283,9 @@ def _of_keys(
     if C.READ_SCALED:
         rows_q *= tl.load(scalars + READ * plane + rows)[:, None]
     if C.DELTA:
+        rows_r = rows_k
+        if r.at is not None:
+            rows_r = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, tl.float32)
         strength = -tl.load(scalars + ERASE * plane + rows)[:, None]
         erasing = tl.trans(load_rows(to.pairs + C.L, heads * C.PITCH, rows, end, local, C.L, C.L, C.BETWEEN))
     if C.ONCE:
@@ -278,7 +300,7 @@ def _of_keys(
         into = tl.dot(weights, rounded(rows_q * reader, C.BETWEEN, C.PRECISION), into, input_precision=C.PRECISION)
         if C.DELTA:
             into = tl.dot(
-                erasing, rounded(rows_k * strength * reader, C.BETWEEN, C.PRECISION), into, input_precision=C.PRECISION
+                erasing, rounded(rows_r * strength * reader, C.BETWEEN, C.PRECISION), into, input_precision=C.PRECISION
             )
         log -= into * source
         z += into * writer
@@ -290,7 +312,7 @@ def _of_keys(
         )  # fmt: skip
         if C.DELTA:
             into, of_writes = _by_levels(
-                into, of_writes, erasing, rows_k * strength, rows_k, running, first, local, keys, False, C
+                into, of_writes, erasing, rows_r * strength, rows_k, running, first, local, keys, False, C
             )  # fmt: skip
         log -= of_writes
         z += into
@@ -308,13 +330,14 @@ def _of_keys(
 @triton.jit
 def _reads(
     field, field_t, pairs, pairs_t, state_of, mine, rows_k, running, first, rows, end, keys, columns, local,
-    C: tl.constexpr,
+    TERMS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """What rows read of the first state (by its products with `field`) and of earlier rows; and that times mine."""
+    """What rows read of the first state (by its products with `field`, of so many terms) and of earlier rows; and that
+    times mine."""
     state = _load_state(state_of, keys, columns, C.N, C.P, C.KIND)
     weights = load_rows(pairs, pairs_t, rows, end, local, C.L, C.L, C.BETWEEN)
-    read = load_rows(field, field_t, rows, end, columns, C.P, C.BP, C.KIND)
-    read = tl.dot(read, tl.trans(state), input_precision=C.PRECISION)
+    read = load_terms(field, field_t, rows, end, columns, C.P, C.BP, C.KIND, TERMS)
+    read = product(read, turn((state, state)), TERMS, 1, C.PRECISION)
     if C.ONCE:
         gap = from_row(running, C.L // 2 - 1, local, keys, C.N, C.BK, C.FINE)
         middle = load_row(running.at, C.L // 2 - 1, keys, C.N)

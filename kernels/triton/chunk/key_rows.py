@@ -61,8 +61,8 @@ def prepared(call: _Call, g: Tensor, keep: bool) -> tuple[KeyRows, Tensor]:
     for kernel, programs in ((prepare_keys, call.chunks), (prepare_far_keys, -(-call.chunks // GROUP.value))):
         launch(
             kernel, (programs, call.lanes),
-            call.struct(call.q), call.struct(call.k), call.struct(g), made, left, call.chunk_table, call.measures,
-            C=keyed, num_warps=call.tiles.prepare_warps,
+            call.struct(call.q), call.struct(call.k), call.struct(call.right), call.struct(g), made, left,
+            call.chunk_table, call.measures, C=keyed, num_warps=call.tiles.prepare_warps,
         )  # fmt: skip
     return made, left
 
@@ -79,11 +79,12 @@ def key_scalars(
 
 
 def key_gradients(
-    call: _Call, dy: Tensor, found: Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor],
+    call: _Call, dy: Tensor, found: Adjoints, entries: Tensor, states: Tensor, rows: Sequence[Tensor | None],
     scalars: Sequence[Tensor], source_wanted: bool, read_wanted: bool,
 ) -> None:  # fmt: skip
-    """Fill the gradients of rows (dq, dk, dv) and scalars (dg, ds, db, dc) for the chunks in `found`."""
-    t, (dq, dk, dv), (dg, ds, db, dc) = call.tiles, rows, scalars
+    """Fill the gradients of rows (dq, dk, dv, dr) and scalars (dg, ds, db, dc) for the chunks in `found`."""
+    t, (dq, dk, dv, dr), (dg, ds, db, dc) = call.tiles, rows, scalars
+    assert dq is not None
     pieces, blocks = dq.shape[0], -(-call.n // call.key_block)
     lead = (pieces, call.batch, call.tokens, call.heads)
     width = t.chunk * (2 if call.delta else 1)
@@ -91,13 +92,13 @@ def key_gradients(
     alone = call.empty(*lead, dtype=torch.float32)
     assert call.made is not None
     given = call.made._replace(entries=entries, states=states), found.entries, found.states
-    to = Gradients(pairs, alone, dq, dk, dv, dg, ds, db, dc)
+    to = Gradients(pairs, alone, dq, dk, dv, dr, dg, ds, db, dc)
     rest = to, call.chunk_table, call.measures, found.base, found.chunks
     keyed = KeyGradient(
         **call.common, BK=call.key_block, LEVELS=call.levels, TERMS=call.terms.keys, X_TERMS=call.terms.kept,
-        BP=t.gradient_piece, SOURCE_WANTED=source_wanted, READ_WANTED=read_wanted,
+        BP=t.gradient_piece, SOURCE_WANTED=source_wanted, READ_WANTED=read_wanted, APART=call.right is not None,
     )  # fmt: skip
-    q, k, v = (call.struct(x) for x in (call.q, call.k, call.v))
+    q, k, r, v = (call.struct(x) for x in (call.q, call.k, call.right, call.v))
     launch(
         key_pairs, (found.chunks, call.lanes, pieces), v, dy, call.scalars, *given, *rest,
         C=keyed, num_warps=t.pair_warps, num_stages=2,
@@ -105,6 +106,6 @@ def key_gradients(
     for once in (True, False):
         programs = found.chunks if once else -(-found.chunks // GROUP.value)
         launch(
-            key_gradient, (programs * blocks, call.lanes, pieces), q, k, v, dy, call.scalars, *given, *rest,
+            key_gradient, (programs * blocks, call.lanes, pieces), q, k, r, v, dy, call.scalars, *given, *rest,
             C=replace(keyed, ONCE=once), num_warps=t.gradient_warps, num_stages=2,
         )  # fmt: skip

@@ -75,19 +75,21 @@ class Keyed(Chunked):
 
 
 @triton.jit
-def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
+def prepare_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
     """Log decays -> G, the rows for the walks, and scores[i, j] = Σ_n q_i k_j exp(G_i - G_j), i ≥ j [B, T, H, L].
 
-    DELTA: also the erased keys, and in `left` [B, T, H, L] the scores of k_i with k_j for i > j. first_levels: the
-    highest level for chunks in which all rows meet in one product, else 0, and prepare_far_keys computes their missing
-    scores. TERMS 2: also rounding errors: with DELTA of the scores (in `rest`), else of written keys (in `left`) and,
-    with KEEP, of the queries' rows (in `rest`). Products between rows are in tf32, which has three more bits than
-    bfloat16.
+    DELTA: also the erased keys, and in `left` [B, T, H, L] the scores of k_i with k_j for i > j; where r is given, its
+    rows stand for k_i in both. first_levels: the highest level for chunks in which all rows meet in one product, else
+    0, and prepare_far_keys computes their missing scores. TERMS 2: also rounding errors: with DELTA of the scores (in
+    `rest`), else of written keys (in `left`) and, with KEEP, of the queries' rows (in `rest`). Products between rows
+    are in tf32, which has three more bits than bfloat16.
     """
     heads: tl.constexpr = sizes.heads
     chunk, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     q, k, g = of_head(q, batch, head), of_head(k, batch, head), of_head(g, batch, head)
+    if r.at is not None:
+        r = of_head(r, batch, head)
     BLOCKS: tl.constexpr = (C.N + C.BK - 1) // C.BK
     local = tl.arange(0, C.L)
     begin, end = place_of_chunk(table, chunk, sizes.tokens, C.L)
@@ -129,6 +131,8 @@ def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
         readers = tl.trans(operand(readers, C.PRECISION))
         between_rows += tl.dot(weighed, readers, input_precision=C.PRECISION)  # sources down, readers across
         if C.DELTA:
+            if r.at is not None:
+                rows_k = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, C.KIND)
             readers = rows_k.to(tl.float32) * from_start
             store_chunk(made.erased + here, readers, local, keys, C.N, C.BK)
             readers = tl.trans(operand(readers, C.PRECISION))
@@ -140,13 +144,15 @@ def prepare_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
+def prepare_far_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
     """The scores of rows whose G is beyond SPAN, by blocks, and the first level, of every GROUP chunks that need it."""
     heads: tl.constexpr = sizes.heads
     tokens, length = sizes.tokens, sizes.length
     lane = tl.program_id(1).to(tl.int64)
     batch, head = lane // heads, lane % heads
     q, k, g = of_head(q, batch, head), of_head(k, batch, head), of_head(g, batch, head)
+    if r.at is not None:
+        r = of_head(r, batch, head)
     row = (batch * tokens * heads + head) * C.L
     scores, rest, system = made.scores + row, made.rest + row if C.DELTA else made.rest, left + row
     running = made.running + lane * length * C.N
@@ -188,6 +194,8 @@ def prepare_far_keys(q, k, g, made, left, table, sizes, C: tl.constexpr):
                 )
                 between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=C.PRECISION), 0.0)
                 if C.DELTA:
+                    if r.at is not None:
+                        rows_k = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, tl.float32)
                     readers = operand(rows_k * reader, C.PRECISION)
                     product = tl.dot(readers, weighed, input_precision=C.PRECISION)
                     between_keys += tl.where(met, product, 0.0)

@@ -1,6 +1,7 @@
 """Chunkwise matrix families on the GPU: no, scalar or key-diagonal decay, with or without delta rule.
 
-S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone)
+S_t = a_t S_{t-1} + k_t e_tᵀ,  y_t = c_t q_tᵀ S_t,  e_t = s_t v_t - b_t (a_t S_{t-1})ᵀ k_t  (b absent: decay alone;
+where decays differ by key, rows r_t may stand for the k_t in e_t)
 q [B, T, Hq, N], k [B, T, Hk, N], v [B, T, Hv, P] in one dtype, their head counts divisors of H; a (or log a), s, b, c
 float32 [B, T, H] or absent, log a also [B, T, Hg, N]; states [B, H, N, P] float32, of packed sequences (B = 1)
 [sequences, H, N, P]. The backward pass walks forwards for the chunks' first states (they are kept where decays differ
@@ -22,7 +23,7 @@ from dsf.kernels.triton.chunk.forward_walk import Outputs
 from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
 from dsf.kernels.triton.chunk.normaliser import Normaliser, between_chunks, gradients_between_chunks
-from dsf.kernels.triton.chunk.precision import terms
+from dsf.kernels.triton.chunk.precision import decay_gradient, decay_kind, terms
 from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
@@ -39,23 +40,24 @@ Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
 
 class Wanted(NamedTuple):
     """Which gradients are wanted: read: that of the read scale; summed: those of q and k are summed over the heads
-    that share them; exact: which of q, k, v have a gradient that is differentiated further, and is therefore kept in
+    that share them; exact: which of q, k, v, r have a gradient that is differentiated further, and is therefore kept in
     float32; border: room for what turns of the states between chunks would change."""
 
     read: bool = True
     summed: bool = False
-    exact: tuple[bool, ...] = (False,) * 3
+    exact: tuple[bool, ...] = (False,) * 4
     border: Border | None = None
 
 
 class Traits(NamedTuple):
     """What is known of a call's rows: positive: no write strength is negative; group: so many rows, a power of two, act
     at once, as corrections of one sum. Only the first of them has a decay. undecayed: rows erase before their decay, by
-    which b is divided."""
+    which b is divided. right: the rows r [B, T, Hr, N] along which is erased, None for those of k."""
 
     positive: bool = False
     group: int = 1
     undecayed: bool = False
+    right: Tensor | None = None
 
 
 class _Call:
@@ -74,9 +76,9 @@ class _Call:
         self.batch, self.tokens, _, n = q.shape
         self.delta = b is not None
         self.heads, self.n, self.p = heads, int(n), int(v.shape[-1])
-        self.q, self.k, self.v = q, k, v
+        self.q, self.k, self.v, self.right = q, k, v, traits.right
         self.normal, self.finish, self.back = normal, finish, back
-        self.kind = _kind(g)
+        self.kind = decay_kind(g)
         self.keywise = self.kind == "key"
         self.tiles: Tiles = tiles(self.n, self.p, q.dtype, self.kind, self.delta, q.device, normal is not None)
         self.terms = terms(self.tiles.precision, q.dtype, self.kind, self.delta, back)
@@ -191,9 +193,9 @@ class _Call:
         """Strides of batch, token (a constant) and head of x, and how many heads share one head of x."""
         return x.stride(0), constant(x.stride(1)), x.stride(2), self.heads // x.shape[2]
 
-    def struct(self, x: Tensor) -> Rows:
-        """x [B, T, H', ·] as kernels take it."""
-        return Rows(x, *self.rows(x))
+    def struct(self, x: Tensor | None) -> Rows:
+        """x [B, T, H', ·] or None as kernels take it."""
+        return Rows() if x is None else Rows(x, *self.rows(x))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory on the call's device."""
@@ -267,17 +269,6 @@ def _cut(
     return -(-chunks // span), span, pieces
 
 
-def _kind(decay: Tensor | None) -> str:
-    """The tile table's name for a decay operand."""
-    return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
-
-
-def _decay_gradient(decay: Tensor | None, heads: int) -> torch.dtype:
-    """The dtype of the decays' gradient: their own if they are by key and head, else float32."""
-    same = decay is not None and decay.dim() == 4 and decay.shape[2] == heads
-    return decay.dtype if decay is not None and same else torch.float32
-
-
 def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
@@ -313,8 +304,8 @@ def _chunk_matrix_backward(
     heads: int, log: bool, normal: Normaliser | None = None, kept: Sequence[Tensor] = (),
     packed: Sequences | None = None, skip: Skip | None = None, traits: Traits = Traits(),  # noqa: B008
     held: Sequence[Tensor] = (), wanted: Wanted = Wanted(),  # noqa: B008
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H] and the state; empty where absent.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H], r and the state; empty where absent.
 
     kept: by the forward pass, if it did. held: `_Call.ahead` and, with segments, what `Held` has, if found before.
     """
@@ -350,6 +341,9 @@ def _chunk_matrix_backward(
         for x, kind in zip((q, k), kinds[:2], strict=True)
     )
     dv = call.empty(*lead, call.p, dtype=kinds[2])
+    dr = None
+    if call.right is not None:
+        dr = call.empty(*parts, call.n, dtype=kinds[3] if pieces == 1 else torch.float32)
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
         for x in (decay, source, erase, read if wanted.read else None)
@@ -368,7 +362,7 @@ def _chunk_matrix_backward(
     if together > 1 and read_wanted:
         scalars[3] = call.empty(roles * pieces, *lead, dtype=torch.float32)
     if call.keywise:
-        kind = _decay_gradient(decay, heads) if pieces == 1 else torch.float32
+        kind = decay_gradient(decay, heads) if pieces == 1 else torch.float32
         scalars = [call.empty(*parts, call.n, dtype=kind), *key_scalars(call, pieces, source, erase, read)]
     of_normal = NormalGradients() if normal is None else gradients_between_chunks(call, normal)
     if at_once:
@@ -383,7 +377,7 @@ def _chunk_matrix_backward(
             fill(call, found, wanted.border)
         if call.keywise:
             key_gradients(
-                call, dy, found, entries, states, (dq, dk, dv), scalars, source is not None, read_wanted
+                call, dy, found, entries, states, (dq, dk, dv, dr), scalars, source is not None, read_wanted
             )  # fmt: skip
         else:
             row_gradients(
@@ -392,8 +386,9 @@ def _chunk_matrix_backward(
             )  # fmt: skip
     if not summed:
         dq, dk = (sum_pieces(x, kind) for x, kind in zip((dq, dk), kinds[:2], strict=True))
-    ends = [sum_pieces(x, _decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
+    ends = [sum_pieces(x, decay_gradient(decay, heads) if x is scalars[0] else torch.float32) for x in scalars]
+    ends.append(call.empty(0) if dr is None else sum_pieces(dr, kinds[3]))
     first = call.empty(0, dtype=torch.float32)
     if state is not None and found.last is not None:
         first = call.end(found.last, False)
-    return dq, dk, dv, ends[0], ends[1], ends[2], ends[3], first
+    return dq, dk, dv, *ends, first

@@ -164,10 +164,11 @@ def _unchunk(
     if call.program.skip is not None:
         f = call.program.functions
         skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
-    names, direct = ("query", "key", "value", "decay", "source", "erase", "read"), {*call.program.direct.values()}
+    names = ("query", "key", "value", "decay", "source", "erase", "read", "right")
+    direct = {*call.program.direct.values()}
     summed = {"query", "key"} <= direct and not call.program.before
     fine = {call.program.direct.get(role) for role in turned.fine}
-    exact = tuple(name not in direct or name in fine for name in names[:3])
+    exact = tuple(name not in direct or name in fine for name in (*names[:3], "right"))
     wanted = matrix.Wanted("read" in call.varying, summed, exact, turned.border)
     *found, first = matrix._chunk_matrix_backward(
         **arguments, dy=dy, final_gradient=dfinal, solve=kept[0], skip=skip,

@@ -101,3 +101,14 @@ def terms(choice: Precision, dtype: torch.dtype, decay: str, delta: bool, back: 
         stored=stored,
         state_dtype={"half": torch.float16, "wide": torch.float32}.get(choice.states, stored),
     )
+
+
+def decay_kind(decay: torch.Tensor | None) -> str:
+    """The table's name for a decay operand, [B, T, H] or by key [B, T, H, N]."""
+    return "none" if decay is None else ("key" if decay.dim() == 4 else "scalar")
+
+
+def decay_gradient(decay: torch.Tensor | None, heads: int) -> torch.dtype:
+    """The dtype of the decays' gradient: their own if they are by key and head, else float32."""
+    same = decay is not None and decay.dim() == 4 and decay.shape[2] == heads
+    return decay.dtype if decay is not None and same else torch.float32
