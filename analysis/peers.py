@@ -68,6 +68,20 @@ def rwkv7_arguments(x: Inputs) -> Inputs:
     }  # fmt: skip
 
 
+def comba_arguments(x: Inputs) -> Inputs:
+    """The inputs of Comba under fla's names: p are the keys along which is erased."""
+    share = torch.sigmoid(x["b"])[:, None]
+    return {
+        "q": x["q"] - x["d"][:, None] * x["k"], "k": x["k"], "v": x["v"], "p": share * x["k"], "g": x["g"],
+        "beta": torch.sigmoid(x["beta"]),
+    }  # fmt: skip
+
+
+def gates(x: Inputs) -> Inputs:
+    """Gated DeltaNet 2's gates."""
+    return {name: torch.sigmoid(x[name]) for name in "bw"}
+
+
 def flash_qla(x: Inputs) -> Made:
     """FlashQLA's gated delta rule."""
     if x["k"].shape[-1] != 128:
@@ -120,6 +134,8 @@ PEERS: dict[str, tuple[str, dict[str, Make]]] = {
         "gla": fla("gla.chunk_gla", lambda x: plain(x) | {"g": log_sigmoid(x)}),
         "kda": fla("kda.chunk_kda", lambda x: plain(x, "g", "beta")),
         "rwkv7": fla("rwkv7.chunk_rwkv7", rwkv7_arguments),
+        "comba": fla("comba.chunk_comba", comba_arguments),
+        "gated_deltanet2": fla("gdn2.chunk_gdn2", lambda x: plain(x, "g") | gates(x)),
     }),
     "FlashQLA": ("flash_qla", {"gated_deltanet": flash_qla}),
     "mlstm_kernels": ("mlstm_kernels", {"mlstm": mlstm_kernels}),

@@ -78,7 +78,9 @@ IN_FLOAT32 = ("identity", "delta", "gated_delta", "scalar", "retnet", "mlstm", "
 ROWS |= {f"{name}_float32": replace(ROWS[name], lengths=(8192,), dtype="float32") for name in IN_FLOAT32}
 IN_LOGARITHMS = ("kda", "comba", "gated_deltanet2", "scalar_decay")  # their g are logarithms of decays
 OURS, GRAPH = "ours", "ours, CUDA graph"
-SHARES = {"kda": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "delta": 5, "ssd": 5}  # workers a peer's row, else 2
+SHARES = {  # workers a peer's row, else 2
+    "kda": 12, "gated_deltanet2": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "comba": 6, "delta": 5, "ssd": 5,
+}  # fmt: skip
 
 
 def recurrence_of(name):

@@ -54,6 +54,8 @@ PEERS = {
     "deltanet": ("DeltaNet", {"hidden_size": WIDTH, "num_heads": HEADS}),
     "gated_deltanet": ("GatedDeltaNet", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD, "expand_v": 1}),
     "gla": ("GatedLinearAttention", {"hidden_size": WIDTH, "num_heads": HEADS, "expand_k": 1, "expand_v": 1}),
+    "comba": ("Comba", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD, "expand_v": 1}),
+    "gated_deltanet2": ("GatedDeltaNet2", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD}),
     "kda": ("KimiDeltaAttention", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD}),
 }
 
