@@ -28,6 +28,7 @@ Shapes are of one head; i and j are rows, that is tokens, of a chunk.
 | new value, what a row really writes | e, `entries` | [L, P] | v_new, u | |
 | adjoint of the new value | f | [L, P] | dv (in chunk_delta_h) | |
 | inverse of the UT transform, less the identity | T - I, `solve` | [L, L] | A after solve_tril | |
+| keys along which is erased, if not those of the writes | r, `right` | [L, N] | p (comba), b k (gdn2) | |
 | rows that erase, decayed | b K exp(G), `erased` | [L, N] | w | |
 | bonus of a token's own write | `own` | [N] | u (RWKV) | |
 | diagonal plus rank one: T folded into b, q, k and scores | W, Q, K, M | [L, N], [L, L] | wy of dplr | |

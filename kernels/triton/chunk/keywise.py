@@ -6,8 +6,9 @@ most one. So each of the log2 L sizes m is one matrix product over all blocks at
 secondary chunking, arXiv 2312.06635 §4.3, where no pair of rows is left to elementwise work).
 
 Where float32 holds exp(-G) of all rows, no blocks are needed: exp(G_i) exp(-G_j) is one product for all rows, and its
-pairs with exponents above zero are not used. Scores use this product for the rows i whose own G is at least -SPAN, so
-that no bit of a row depends on later rows. Gradients use it, relative to the middle row, for whole blocks in which
+pairs with exponents above zero are not used. Scores use this product for the rows i whose own G lies from -SPAN to
+RISE, so that no bit of a row depends on later rows; both factors are moved by LIFT, to the middle of float32's
+range. Gradients use it, relative to the middle row, for whole blocks in which
 every G is within REACH of the middle; the preparation finds the largest such blocks of each chunk. With slow decays one
 product a chunk is left, in a kernel of few registers; a second launch handles the other chunks.
 
@@ -27,7 +28,9 @@ from dsf.kernels.triton.chunk.tiles import LOG_TINY, Chunked, is_later, load_row
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
 
-SPAN = tl.constexpr(100.0)
+SPAN = tl.constexpr(160.0)  # a chunk of 64 rows of a KDA layer reaches 148 at initialisation
+RISE = tl.constexpr(64.0)
+LIFT, DROP = tl.constexpr(2.0**55), tl.constexpr(2.0**-55)
 GROUP = tl.constexpr(8)  # chunks that a program checks for those whose rows do not all meet in one product
 REACH = tl.constexpr(80.0)  # at least the largest log decay, -LOG_TINY * LOG2E
 
@@ -113,7 +116,7 @@ def prepare_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
             tl.store(running.rest + local[:, None] * C.N + keys[None, :], more, mask=kept)
         tl.debug_barrier()  # two rows are read again, by other threads
         last, middle = load_row(running.at, C.L - 1, keys, C.N), load_row(running.at, C.L // 2 - 1, keys, C.N)
-        beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, -own - SPAN)
+        beyond = tl.maximum(tl.abs(own - middle[None, :]) - REACH, _outside(own))
         far = tl.maximum(far, tl.max(beyond, axis=1))
         written = last[None, :] - own
         if C.FINE:
@@ -122,20 +125,27 @@ def prepare_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
         store_chunk(made.writes + here, written, local, keys, C.N, C.BK)
         if C.TERMS == 2 and not C.DELTA:
             store_chunk(left + here, written - written.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
-        weighed = operand(rows_k.to(tl.float32) * power(tl.minimum(-own, SPAN), -more, C.FINE), C.PRECISION)
-        from_start = power(own, more, C.FINE)
+        half = tl.exp2(tl.minimum(-own, SPAN) * 0.5)  # roots of the factors, whose products are in range
+        weighed = half * DROP * half
+        half = tl.exp2(own * 0.5)
+        from_start, lifted = half * half, half * LIFT * half
+        if C.FINE:
+            weighed *= tl.exp2(-more)
+            from_start *= tl.exp2(more)
+            lifted *= tl.exp2(more)
+        weighed = operand(rows_k.to(tl.float32) * weighed, C.PRECISION)
         readers = rows_q.to(tl.float32) * from_start
         store_chunk(made.reads + here, readers, local, keys, C.N, C.BK)
         if C.TERMS == 2 and C.KEEP and not C.DELTA:
             store_chunk(made.rest + here, readers - readers.to(C.KIND).to(tl.float32), local, keys, C.N, C.BK)
-        readers = tl.trans(operand(readers, C.PRECISION))
+        readers = tl.trans(operand(rows_q.to(tl.float32) * lifted, C.PRECISION))
         between_rows += tl.dot(weighed, readers, input_precision=C.PRECISION)  # sources down, readers across
         if C.DELTA:
             if r.at is not None:
                 rows_k = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, C.KIND)
             readers = rows_k.to(tl.float32) * from_start
             store_chunk(made.erased + here, readers, local, keys, C.N, C.BK)
-            readers = tl.trans(operand(readers, C.PRECISION))
+            readers = tl.trans(operand(rows_k.to(tl.float32) * lifted, C.PRECISION))
             between_keys += tl.dot(weighed, readers, input_precision=C.PRECISION)
     once = tl.max(far, axis=0) <= 0
     between_rows, between_keys = tl.trans(between_rows), tl.trans(between_keys)
@@ -145,7 +155,8 @@ def prepare_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
 
 @triton.jit
 def prepare_far_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
-    """The scores of rows whose G is beyond SPAN, by blocks, and the first level, of every GROUP chunks that need it."""
+    """The scores of rows whose G is outside of SPAN and RISE, by blocks, and the first level, of every GROUP chunks
+    that need it."""
     heads: tl.constexpr = sizes.heads
     tokens, length = sizes.tokens, sizes.length
     lane = tl.program_id(1).to(tl.int64)
@@ -165,7 +176,7 @@ def prepare_far_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
             begin, end = place_of_chunk(table, chunk, tokens, C.L)
             rows, here = begin + local, running + chunk * C.L * C.N
             here = Running(here, here + (lane * 0 + sizes.plane) * C.N)
-            fallen, far = tl.zeros([C.L], tl.float32), tl.zeros([C.L], tl.float32)
+            outside, far = tl.full([C.L], -1.0, tl.float32), tl.zeros([C.L], tl.float32)
             for block in tl.range(0, BLOCKS, num_stages=1):
                 keys = block * C.BK + tl.arange(0, C.BK)
                 if C.KEEP:
@@ -177,7 +188,7 @@ def prepare_far_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
                     if C.FINE:
                         store_chunk(here.rest, more, local, keys, C.N, C.BK)
                     tl.debug_barrier()  # it is read again, by other threads
-                fallen = tl.maximum(fallen, tl.max(-own, axis=1))
+                outside = tl.maximum(outside, tl.max(_outside(own), axis=1))
                 gap = own - load_row(here.at, C.L // 2 - 1, keys, C.N)[None, :]
                 far = tl.maximum(far, tl.max(tl.abs(gap), axis=1))
             tl.store(first_levels + chunk, first_level(tl.max(far, axis=0), here.at, local, C.N, C.BK, C.LEVELS))
@@ -199,8 +210,14 @@ def prepare_far_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
                     readers = operand(rows_k * reader, C.PRECISION)
                     product = tl.dot(readers, weighed, input_precision=C.PRECISION)
                     between_keys += tl.where(met, product, 0.0)
-            rows = tl.where(fallen <= SPAN, end, rows)  # these rows already have their scores
+            rows = tl.where(outside <= 0, end, rows)  # these rows already have their scores
             _store_scores(scores, rest, system, between_rows, between_keys, rows, end, heads, local, C)
+
+
+@triton.jit
+def _outside(own):
+    """How far G lies outside of what one product for all rows takes; negative inside of it."""
+    return tl.maximum(-own - SPAN, own - RISE)
 
 
 @triton.jit
