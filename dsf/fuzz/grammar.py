@@ -156,12 +156,14 @@ def _vector(pick: Pick) -> Declaration:
 
 
 def _delta(pick: Pick) -> Declaration:
-    """Delta rules with no, a scalar or a key-diagonal decay, with one strength or one for each channel."""
+    """Delta rules with no, a scalar or a key-diagonal decay, with one strength or one for each channel; those that
+    erase before their decay, or along another key than they write at."""
     low = pick([*DELTAS, *DELTAS, *CHANNELS])
     erase = f"I - {low}"
     a = pick([
         erase, f"{pick(SCALAR)} * ({erase})", f"({erase}) @ diag({pick(KEYWISE)})",
-        f"diag({pick(KEYWISE)}) @ ({erase})",
+        f"diag({pick(KEYWISE)}) @ ({erase})", f"{pick(SCALAR)} * I - {low}",
+        f"(I - sigmoid(b) * outer(k, sigmoid(bk) * k)) @ diag({pick(KEYWISE)})",
     ])  # fmt: skip
     tied = low.partition(" * outer")[0]
     return _single(pick, "delta", a, pick([f"k * ({tied} * v)", "k * (sigmoid(b) * v)", pick(WRITES)]))
