@@ -71,11 +71,9 @@ def shares(tools, names, dtypes, workers):
     return [(tool, hand, dtypes) for tool in tools for hand in hands]
 
 
-def run_one(sanitizer, tool, names, dtypes, limit, gpus=1):
+def run_one(sanitizer, tool, names, dtypes, limit):
     """The rows of a process: a row for each name and dtype. One that is not all right runs again, name by name."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if gpus > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = str(NAMES.index(names[0]) % gpus)
     if tool is not None:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     begin = time.perf_counter()
@@ -95,7 +93,7 @@ def run_one(sanitizer, tool, names, dtypes, limit, gpus=1):
     except subprocess.TimeoutExpired:
         pass
     if process["status"] not in (None, 0) and (len(names) > 1 or len(dtypes) > 1):
-        again = [run_one(sanitizer, tool, [name], [dtype], limit, gpus) for name in names for dtype in dtypes]
+        again = [run_one(sanitizer, tool, [name], [dtype], limit) for name in names for dtype in dtypes]
         return [row for rows in again for row in rows]
     seconds = time.perf_counter() - begin
     return [
@@ -167,7 +165,6 @@ def main():
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--gpus", type=int, default=1, help="of this machine, which share the processes")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of one process")
     default = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     parser.add_argument("--sanitizer", default=default, help="path of compute-sanitizer")
@@ -206,7 +203,7 @@ def main():
     about = {"machine": machine(given.device), "commit": where, "sanitizer": version(given.sanitizer)}
     with ThreadPoolExecutor(given.workers) as pool:
         for part in (first, jobs):
-            for several in pool.map(lambda job: run_one(given.sanitizer, *job, given.limit, given.gpus), part):
+            for several in pool.map(lambda job: run_one(given.sanitizer, *job, given.limit), part):
                 for row in several:
                     rows.append(row)
                     word = "ok" if row["ok"] else f"FOUND {row['found']} {row['kinds']} {row['said']}"
