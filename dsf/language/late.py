@@ -16,7 +16,7 @@ from dsf.language.expr import KEY, VALUE, Expr, children_first, const
 from dsf.language.frame import Frame, Late, Made, map_system, turns
 from dsf.language.functions import sum_key
 from dsf.language.gauge import NoGaugeError, into_gauge
-from dsf.language.operator import I, diag, factors_of, split_factors, summands, times
+from dsf.language.operator import I, diag, factors_of, quotient, split_factors, summands, times
 from dsf.language.system import System
 
 if TYPE_CHECKING:
@@ -112,15 +112,8 @@ def _again(step: System) -> tuple[Expr, Expr] | None:
 
 def _share(b: Expr, x: Expr) -> Expr | None:
     """The expression without Key and Value axis whose product with x is b; None for others."""
-    rest = factors_of(b)
-    for part in factors_of(x):
-        if part not in rest:
-            return None
-        rest.remove(part)
-    share = const(1)
-    for factor, inverse in rest:
-        share = share / factor if inverse else times(share, factor)
-    return None if share.axes or _delays(share) else share
+    share = quotient(b, x)
+    return None if share is None or share.axes or _delays(share) else share
 
 
 def _delays(x: Expr) -> bool:

@@ -6,7 +6,7 @@ The tree stays as the user wrote it (the oracle evaluates it as dense matrices),
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,11 +293,10 @@ def split_scale(x: Expr, axis: str = KEY) -> tuple[Expr, Expr]:
 
 def split_factors(x: Expr, wanted: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
     """The products of x's wanted factors and of its other factors (1 for none)."""
-    found: dict[bool, Expr] = {True: const(1), False: const(1)}
-    for factor, inverse in factors_of(x):
-        own = wanted(factor)
-        found[own] = found[own] / factor if inverse else times(found[own], factor)
-    return found[True], found[False]
+    found: dict[bool, list[tuple[Expr, bool]]] = {True: [], False: []}
+    for factor in factors_of(x):
+        found[wanted(factor[0])].append(factor)
+    return product_of(found[True]), product_of(found[False])
 
 
 def factors_of(x: Expr) -> list[tuple[Expr, bool]]:
@@ -307,6 +306,24 @@ def factors_of(x: Expr) -> list[tuple[Expr, bool]]:
     if x.op == "div":
         return factors_of(x.args[0]) + [(f, not inverse) for f, inverse in factors_of(x.args[1])]
     return [(x, False)]
+
+
+def product_of(factors: Iterable[tuple[Expr, bool]], first: float = 1) -> Expr:
+    """first times the factors, as `factors_of` gives them."""
+    out: Expr = const(first)
+    for factor, inverse in factors:
+        out = out / factor if inverse else times(out, factor)
+    return out
+
+
+def quotient(x: Expr, by: Expr, first: float = 1) -> Expr | None:
+    """first · x / by, where every factor of `by` is one of x; else None."""
+    left = factors_of(x)
+    for factor in factors_of(by) if by is not const(1) else []:
+        if factor not in left:
+            return None
+        left.remove(factor)
+    return product_of(left, first)
 
 
 def summands(x: Expr, sign: float = 1.0) -> list[tuple[float, Expr]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsf.language.derived import derived, interned
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.frame import roots_of
-from dsf.language.operator import factors_of, split_factors, summands, times
+from dsf.language.operator import factors_of, product_of, split_factors, summands, times
 
 if TYPE_CHECKING:
     from dsf.language.spec import Spec
@@ -51,9 +51,6 @@ def expanded(x: Expr) -> list[Expr]:
         if wide is None:
             out.append(-part if sign < 0 else part)
             continue
-        rest = const(sign)
-        for factor, inverse in factors:
-            if factor is not wide:
-                rest = rest / factor if inverse else times(rest, factor)
+        rest = product_of([factor for factor in factors if factor[0] is not wide], sign)
         out += [y for term in expanded(wide) for y in expanded(times(rest, term))]
     return out

@@ -15,7 +15,7 @@ from dsf.language.bounds import bounds
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
 from dsf.language.functions import maximum, where
-from dsf.language.operator import I, factors_of, normal_form, split_scale, summands, times
+from dsf.language.operator import I, factors_of, normal_form, product_of, quotient, split_scale, summands, times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Row, Spec
 from dsf.language.system import System
@@ -71,9 +71,9 @@ class Operands:
         return len(self.keys)
 
     @property
-    def held(self) -> dict[Expr, Expr]:
-        """What divides each row's erase, by the symbol that stands for it in `pair`."""
-        return {_held(step): UNIT / x for step, x in enumerate(self.divisors or ())}
+    def constants(self) -> dict[Expr, Expr]:
+        """The inverse of each row's divisor, by the symbol that stands for it in `pair`."""
+        return {_inverse(step): UNIT / x for step, x in enumerate(self.divisors or ())}
 
     def pair(self, name: str, step: int | None, x: Expr, given: Expr) -> tuple[Expr, Expr]:
         """(operand, its gradient) for the printed adjoint, from the gradient `given` by the kernels for operand x.
@@ -83,7 +83,7 @@ class Operands:
         """
         if name == "erase" and self.divisors is not None:
             assert self.erases is not None
-            return self.erases[step or 0], given * _held(step or 0)
+            return self.erases[step or 0], given * _inverse(step or 0)
         return x, self.settled(name, x, given)
 
     @property
@@ -278,12 +278,7 @@ def _erase(row: Row, decay: Expr) -> Expr | None:
     decayed = KEY in decay.axes and c.right is decay * c.left
     if not _is_tied(row) or not (decayed or (c.left is c.right and KEY not in decay.axes)):
         return None
-    left = factors_of(c.scale)
-    for wanted in factors_of(decay) if decay is not UNIT and not decayed else []:
-        if wanted not in left:
-            return None
-        left.remove(wanted)
-    return _negative(left)
+    return quotient(c.scale, UNIT if decayed else decay, -1)
 
 
 def _strength(row: Row, alike: bool) -> Expr | None:
@@ -296,21 +291,14 @@ def _strength(row: Row, alike: bool) -> Expr | None:
     if not row.normal.corrections:
         return ZERO
     c = row.normal.corrections[0]
-    return _negative(factors_of(c.scale)) if _is_tied(row) and (c.left is c.right or not alike) else None
+    return product_of(factors_of(c.scale), -1) if _is_tied(row) and (c.left is c.right or not alike) else None
 
 
 def _right(row: Row, decay: Expr) -> Expr | None:
     """right of A = (I - strength · key rightᵀ) diag(decay), any without a correction; None if A is no such matrix."""
     if not row.normal.corrections:
         return row.terms[0].key if row.terms else UNIT
-    if not _is_tied(row):
-        return None
-    left = factors_of(row.normal.corrections[0].right)
-    for wanted in factors_of(decay) if decay is not UNIT else []:
-        if wanted not in left:
-            return None
-        left.remove(wanted)
-    return times(const(-1), _negative(left))
+    return quotient(row.normal.corrections[0].right, decay) if _is_tied(row) else None
 
 
 def _is_tied(row: Row) -> bool:
@@ -319,13 +307,6 @@ def _is_tied(row: Row) -> bool:
     return len(row.normal.corrections) == 1 and (not row.terms or left is split_scale(row.terms[0].key)[1])
 
 
-def _negative(factors: list[tuple[Expr, bool]]) -> Expr:
-    """The product of factors, the inverse ones divided by, times -1."""
-    out: Expr = const(-1)
-    for factor, inverse in factors:
-        out = out / factor if inverse else times(out, factor)
-    return out
-
-
-def _held(step: int) -> Expr:
-    return symbol(f".held_{step}", frozenset())
+def _inverse(step: int) -> Expr:
+    """A symbol, which derivatives take for a constant."""
+    return symbol(f".inverse_{step}", frozenset())

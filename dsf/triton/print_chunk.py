@@ -24,7 +24,7 @@ from dsf.language.bounds import bounds
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, inputs_of, substitute
 from dsf.language.functions import abs as absolute
 from dsf.language.functions import exp, log, maximum, minimum, where
-from dsf.language.operator import factors_of, times
+from dsf.language.operator import factors_of, product_of, times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
@@ -147,9 +147,7 @@ class _Writer(Writer):
         rest = [(x, inverse) for x, inverse in factors if x is not WRITTEN]
         if len(rest) != len(factors) - 1 or (WRITTEN, True) in factors:
             return None
-        factor = UNIT
-        for x, inverse in rest:
-            factor = factor / x if inverse else times(factor, x)
+        factor = product_of(rest)
         return factor if set(inputs_of(factor)) <= {WEIGHT, READ} and spec.ones.system.D is ZERO else None
 
     def _level_exprs(self) -> tuple[Expr, Expr]:
@@ -314,8 +312,10 @@ class _Writer(Writer):
         pairs = [self.ops.pair(r.name, r.step, r.expr, x) for r, x in zip(varied, given, strict=True)]
         if self.y is not None and self.beside is None:
             pairs.append((self.y, GIVEN))
+        if not wanted:
+            return None
         slopes = derivatives(pairing(pairs), UNIT, wanted)
-        return self.storing(wanted, [substitute(x, self.ops.held) for x in slopes]) if wanted else None
+        return self.storing(wanted, [substitute(x, self.ops.constants) for x in slopes])
 
     def vectors_adjoint(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores the gradients of `vectors`, from tiles [L, N] of the gradients of TURNED."""

@@ -141,11 +141,12 @@ def prepare_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
         readers = tl.trans(operand(rows_q.to(tl.float32) * lifted, C.PRECISION))
         between_rows += tl.dot(weighed, readers, input_precision=C.PRECISION)  # sources down, readers across
         if C.DELTA:
+            rows_r = rows_k
             if r.at is not None:
-                rows_k = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, C.KIND)
-            readers = rows_k.to(tl.float32) * from_start
+                rows_r = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, C.KIND)
+            readers = rows_r.to(tl.float32) * from_start
             store_chunk(made.erased + here, readers, local, keys, C.N, C.BK)
-            readers = tl.trans(operand(rows_k.to(tl.float32) * lifted, C.PRECISION))
+            readers = tl.trans(operand(rows_r.to(tl.float32) * lifted, C.PRECISION))
             between_keys += tl.dot(weighed, readers, input_precision=C.PRECISION)
     once = tl.max(far, axis=0) <= 0
     between_rows, between_keys = tl.trans(between_rows), tl.trans(between_keys)
@@ -205,9 +206,10 @@ def prepare_far_keys(q, k, r, g, made, left, table, sizes, C: tl.constexpr):
                 )
                 between_rows += tl.where(met, tl.dot(readers, weighed, input_precision=C.PRECISION), 0.0)
                 if C.DELTA:
+                    rows_r = rows_k
                     if r.at is not None:
-                        rows_k = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, tl.float32)
-                    readers = operand(rows_k * reader, C.PRECISION)
+                        rows_r = load_rows(r.at, r.token, rows, end, keys, C.N, C.BK, tl.float32)
+                    readers = operand(rows_r * reader, C.PRECISION)
                     product = tl.dot(readers, weighed, input_precision=C.PRECISION)
                     between_keys += tl.where(met, product, 0.0)
             rows = tl.where(outside <= 0, end, rows)  # these rows already have their scores
