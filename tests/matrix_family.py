@@ -185,17 +185,8 @@ def moved_in_steps(q: Key, k: Steps[Key, 2], u: Key, v: Value, g: Key, s: Scalar
 
 SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps, early_in_steps, apart_in_steps]
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
-UNSEEN += [
-    leaning_rows,
-    moving_rows,
-    sure_rows,
-    skipping_rows,
-    gated,
-    late_gate,
-    single_steps,
-    early_delta,
-    apart_delta,
-]
+UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps]
+UNSEEN += [early_delta, apart_delta]
 
 
 @dsf.recurrence

@@ -1,5 +1,6 @@
 """The matrix skeletons in Triton's interpreter, tiny and in float32, against the float64 oracle, both directions."""
 
+import math
 from dataclasses import replace
 
 import mixer_inputs
@@ -8,6 +9,7 @@ import torch
 from interpreted import interpreted
 from matrix_family import (
     UNSEEN,
+    apart_delta,
     driven_ratio,
     erasing_ratio,
     fading_delta,
@@ -142,6 +144,27 @@ def test_decays_of_several_blocks_of_keys(recurrence, strength, monkeypatch):
     monkeypatch.setitem(mixer_inputs.SIZE, "key", 20)
     given = sample(recurrence, tokens=35)
     given["g"] *= strength
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("recurrence", [fading_rows, fading_delta, apart_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("most", [-90.0, -140.0, -180.0])  # log2 of the decays of a chunk of 16 rows
+def test_decays_near_what_one_product_takes(recurrence, most):
+    """Rows of a chunk meet in one product down to 2^-160, else in several; of some the decays stay near one."""
+    given = sample(recurrence, tokens=21)
+    given["g"] = most / 12 * math.log(2) * (0.9 + 0.1 * given["g"].sigmoid())
+    given["g"][:, [0, 7, 8, 15, 16, 20]] *= 1e-3
+    found = outcome(recurrence, given, None, torch.float32, backend="triton")
+    assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
+
+
+@pytest.mark.parametrize("recurrence", [fading_rows, apart_delta], ids=lambda r: r.name)
+@pytest.mark.parametrize("most", [60.0, 75.0])
+def test_growth_near_what_one_product_takes(recurrence, most):
+    """Up to 2^64 in a chunk."""
+    given = sample(recurrence, tokens=21)
+    given["g"] = most / 16 * math.log(2) * (0.9 + 0.1 * given["g"].sigmoid())
     found = outcome(recurrence, given, None, torch.float32, backend="triton")
     assert_same(found, outcome(recurrence, given, None, torch.float64, form="naive"))
 
