@@ -5,8 +5,9 @@ python benchmarks/layers.py [--only check convolution norm mixing deltanet s6] [
 check: their kernels against float64 (layers_check.py). convolution, norm, mixing (rotary positions and RWKV's mixtures
 of tokens): alone, beside their byte floors at the measured copy rate and beside torch's. The others are layers of the
 zoo by name (all of them, unless named) at B = 4, T = 8192, d_model 2048, 16 heads of 128, bfloat16, eager, beside the
-floor of each: its matrix products at the measured rate and its recurrence called on the same inputs. fla's layers,
-where fla is on the path, with its autotuner cut to --candidates a kernel.
+floor of each: its matrix products at the measured rate and its recurrence called on the same inputs. Layers are called
+as in training, without their final state, which is also what fla's do unless asked. fla's layers, where fla is on the
+path, with its autotuner cut to --candidates a kernel.
 --seconds: how long a row may take. --profile: kernels of one forward and backward, by what they are, longest first.
 --tiles: other tile sizes for the convolution, each with its times.
 """
@@ -240,7 +241,7 @@ def layer_row(name, options, run):
     leaves = [x, *layer.parameters()]
 
     def forward(call=layer):
-        return call(x)[:1]
+        return call(x, use_cache=False)[:1]
 
     found = timed(forward, leaves)
     with torch.no_grad():
@@ -257,7 +258,7 @@ def layer_row(name, options, run):
             print(f"    {ms:8.3f} ms  {count:3d} x  {kernel[:110]}")
     yield "ours", found
     if options.compile:
-        compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True)
+        compiled = torch.compile(lambda x: layer(x, use_cache=False)[0], fullgraph=True)
         yield "ours, torch.compile", timed(lambda: (compiled(x),), leaves)
     if name in PEERS:
         yield from peer_row(name, x)
