@@ -82,6 +82,14 @@ def gates(x: Inputs) -> Inputs:
     return {name: torch.sigmoid(x[name]) for name in "bw"}
 
 
+def fla_mesa(x: Inputs) -> Made:
+    """fla's MesaNet, whose solves take at most 30 steps, too."""
+    function = importlib.import_module("fla.ops.mesa_net").chunk_mesa_net
+    gates = {"g": F.logsigmoid(x["f"].float()), "beta": x["beta"].float(), "lamb": 0.25 + F.softplus(x["lam"].float())}
+    given = {name: leaf(t) for name, t in (plain(x) | gates).items()}
+    return lambda: function(**given)[0], list(given.values())
+
+
 def flash_qla(x: Inputs) -> Made:
     """FlashQLA's gated delta rule."""
     if x["k"].shape[-1] != 128:
@@ -134,7 +142,7 @@ PEERS: dict[str, tuple[str, dict[str, Make]]] = {
         "gla": fla("gla.chunk_gla", lambda x: plain(x) | {"g": log_sigmoid(x)}),
         "kda": fla("kda.chunk_kda", lambda x: plain(x, "g", "beta")),
         "rwkv7": fla("rwkv7.chunk_rwkv7", rwkv7_arguments),
-        "comba": fla("comba.chunk_comba", comba_arguments),
+        "comba": fla("comba.chunk_comba", comba_arguments), "mesanet": fla_mesa,
         "gated_deltanet2": fla("gdn2.chunk_gdn2", lambda x: plain(x, "g") | gates(x)),
     }),
     "FlashQLA": ("flash_qla", {"gated_deltanet": flash_qla}),

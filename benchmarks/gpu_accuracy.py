@@ -27,7 +27,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NAMES = (
     "unnormalized_linear_attention", "retnet", "mlstm", "ssd", "deltanet", "gated_deltanet", "comba", "gla", "rwkv6",
-    "kda", "gated_deltanet2", "rwkv7",
+    "kda", "gated_deltanet2", "rwkv7", "mesanet",
 )  # fmt: skip
 SHAPES = {"ssd": ((4, 128, 64), (160, 128, 64))}  # of the latter all share b and c, and a program takes several
 ROWS_OF = {"ssd": "cbx", "rwkv6": "rkv", "rwkv7": "rkv"}  # what is q, k and v of the others

@@ -69,6 +69,7 @@ ROWS = {
     "rwkv7": Row("rwkv7", BOTH),
     "comba": Row("comba", BOTH),
     "gated_deltanet2": Row("gated_deltanet2", BOTH),
+    "mesanet": Row("mesanet", BOTH),
     "two_summed": Row("two_summed", BOTH),
     "two_composed": Row("two_composed", BOTH),
     "rows_summed": Row("rows_summed", BOTH),
@@ -80,6 +81,7 @@ IN_LOGARITHMS = ("kda", "comba", "gated_deltanet2", "scalar_decay")  # their g a
 OURS, GRAPH = "ours", "ours, CUDA graph"
 SHARES = {  # workers a peer's row, else 2
     "kda": 12, "gated_deltanet2": 12, "rwkv7": 10, "gla": 8, "gated_delta": 6, "comba": 6, "delta": 5, "ssd": 5,
+    "mesanet": 6,
 }  # fmt: skip
 
 

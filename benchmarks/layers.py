@@ -57,6 +57,7 @@ PEERS = {
     "gla": ("GatedLinearAttention", {"hidden_size": WIDTH, "num_heads": HEADS, "expand_k": 1, "expand_v": 1}),
     "comba": ("Comba", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD, "expand_v": 1}),
     "gated_deltanet2": ("GatedDeltaNet2", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD}),
+    "mesanet": ("MesaNet", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD}),
     "kda": ("KimiDeltaAttention", {"hidden_size": WIDTH, "num_heads": HEADS, "head_dim": HEAD}),
 }
 

@@ -64,7 +64,7 @@ SUBJECTS = {
     "scan-micro-steps": Declaration(
         "own", (("sigmoid(gv[0] + gk[0])", "ks[0] * vs[0]"), ("sigmoid(gv[1])", "ks[1] * vs[1]")), "q"
     ).build,
-    "attention": mixer("fox"),
+    "solve": mixer("mesanet"), "attention": mixer("fox"),
     "attention-window": declared("0.9", "exp_features(l2norm(k)) * v", "exp_features(q)", rule="dsf.ratio", window=16),
     "attention-turned": declared(
         "turn(th)", "exp_features(k) * v", "exp_features(N**-0.5 * q)",
@@ -146,7 +146,7 @@ def cases_of(recurrence, dtype):
     given, found = {i.name for i in recurrence.spec.inputs} | {"dy"}, {}
     for kind, call in cases(dtype).items():
         case = call.case
-        if case.step and recurrence.spec.is_attention:
+        if case.step and (recurrence.spec.is_attention or recurrence.spec.system.solve is not None):
             continue
         case = replace(case, initial=case.initial and not recurrence.spec.is_attention)
         groups = {n: count for n, count in case.groups.items() if n in timed}

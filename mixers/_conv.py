@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsf.kernels.convolution import Fused, Piece, fused, l2norm, short_convolution, short_convolution_step
+from dsf.call.long import long_convolution
+from dsf.kernels.convolution import LARGEST, Fused, Piece, fused, l2norm, short_convolution, short_convolution_step
 from dsf.language.errors import InputError
 from dsf.mixers._own import fill
+from dsf.triton.convolve import on_kernels
+
+LONG = 1024  # tokens from which on convolutions of more taps than the kernels take are made by FFT
 
 
 class ShortConv(nn.Conv1d):
@@ -73,10 +77,27 @@ class ShortConv(nn.Conv1d):
             raise InputError("ShortConv: in_place=True is for one token a sequence")
         else:
             bounds = None if cu_seqlens is None else cu_seqlens.to(x.device)
-            ys, state = short_convolution(x, weight, self.bias, state, bounds, activation, self.pieces)
+            if self._is_long(x, bounds):
+                ys, state = self._by_fft(x, state)
+            else:
+                ys, state = short_convolution(x, weight, self.bias, state, bounds, activation, self.pieces)
         if self.pieces is not None:
             return ys, state
         return (ys[0] if own or self.activation is None else self.activation(ys[0])), state
+
+    def _is_long(self, x: Tensor, bounds: Tensor | None) -> bool:
+        """Whether a transform is faster: for more taps than the kernels take, on a GPU."""
+        many = self.kernel_size[0] > LARGEST and x.shape[1] >= LONG and bounds is None
+        return many and self.activation is None and self.pieces is None and on_kernels(x)
+
+    def _by_fft(self, x: Tensor, state: Tensor | None) -> tuple[tuple[Tensor], Tensor]:
+        """The convolution by fast Fourier transforms: y, and the state after x."""
+        past = self.kernel_size[0] - 1
+        padded = x if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
+        taps = self.weight.squeeze(1).flip(-1).T[None]
+        y = long_convolution(padded.unsqueeze(2), taps).squeeze(2)[:, padded.shape[1] - x.shape[1] :]
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return (y,), padded[:, padded.shape[1] - past :].mT.contiguous()
 
     def spreads(self, x: Tensor) -> Fused | None:
         """What the kernels take for a rank's tokens x [B, T, C], or None where torch convolves them."""

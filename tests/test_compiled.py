@@ -21,6 +21,7 @@ import torch
 from fourier_family import OWN
 from interpreted import INTERPRETED
 from layer_family import convolution, convolution_over_ranks, convolution_step, mixing, norms, pull, readouts, tensor
+from test_solve import two_squares
 
 import dsf
 from dsf import (
@@ -228,6 +229,14 @@ FAMILIES = {
             "erasing and turning": of(erasing_and_turning, every_way, **FEW),
         },
         ("chunk.cross", "turn.kernel"),
+    ),
+    "solves": Family(
+        {
+            "mesanet": of("mesanet", **FEW),
+            "mesanet, packed": of("mesanet", packed=True, state=True, **FEW),
+            "two_squares": of(two_squares, state=True, **FEW),
+        },
+        ("solve.kernel",),
     ),
     "rank-one rows": Family(
         every(matrix.leaning_rows, matrix.skipping_rows)

@@ -115,7 +115,7 @@ ON_KERNELS = [  # docs/forms.md, "Where it runs": what a call of 256 tokens on a
     (declared("sigmoid(a)", **SOFTMAX), "attention by tiles"),
     (declared("I", **SOFTMAX, window="7"), "attention by tiles"),
     (declared("I", **SOFTMAX), "not on triton: plain softmax attention is torch's fused attention"),
-    (mixers.mesanet, "conjugate gradients, .* on chunk walk"),
+    (mixers.mesanet, "conjugate gradients in one launch, at most 30 steps; chunk walk"),
 ]
 
 

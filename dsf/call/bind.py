@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -311,8 +311,9 @@ def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:
 
 
 def environment(
-    spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = None, compact: bool = False
-) -> dict[Expr, Tensor]:
+    spec: Spec, bound: Bound, timed: Mapping[str, Tensor] | None = None, compact: bool = False,
+    only: Container[str] | None = None,
+) -> dict[Expr, Tensor]:  # fmt: skip
     """Input nodes -> tensors [B, T, H, n, p] in the computing dtype (size one where an axis is absent).
 
     timed: replaces the per-token tensors (a slice or a repacking of them), and so B and T. compact: an input with one

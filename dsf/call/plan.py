@@ -21,6 +21,7 @@ from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
+from dsf.triton import solve as gpu_solve
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.schedule import Schedule
@@ -285,6 +286,8 @@ def _of_solve(
     each = "a Cholesky factor a token"
     alone_kernels = {"naive": "float64 oracle", "recurrent": each, "kernel": f"{each}, {plan.kernel}"}
     kernel = alone_kernels.get(chosen, f"conjugate gradients, {steps} steps in float32, on {plan.kernel}")
+    if not alone and plan.backend == "triton" and gpu_solve.takes(spec, sizes):
+        kernel = f"conjugate gradients in one launch, at most {steps} steps; {plan.kernel}"
     shape = (*plan.state_shape[:-1], plan.state_shape[-1] + sizes.n)
     reason = "the readout is solved for token by token" if alone else "all tokens' readouts are solved for at once"
     products = sizes.n // 3 if alone else 4 * (steps + 1)  # of H and a vector

@@ -78,12 +78,13 @@ def reads_of(spec: Spec) -> tuple[Spec, str]:
 
 @lru_cache(maxsize=64)
 def products(squares: int, decay: Decay, read: Literal["after", "before"]) -> Spec:
-    """H x of all tokens. Inputs: `a` (the decay or its log; none for "one"), k0, w0, k1, ..., x; w = weight · k."""
+    """H x of all tokens. Inputs: k0, v0, w0, k1, ..., x and `a` (the decay or its log; none for "one"); v = k."""
 
     def system(make: Callable[[str, frozenset[str]], Expr], a: Expr) -> System:
         written: Expr = const(0)
         for i in range(squares):
-            written = written + make(f"k{i}", frozenset({KEY})) * make(f"w{i}", frozenset({VALUE}))
+            key, value = make(f"k{i}", frozenset({KEY})), make(f"v{i}", frozenset({VALUE}))
+            written = written + key * (make(f"w{i}", frozenset()) * value)
         return System(A=_operator(a, decay), B=written, C=make("x", frozenset({KEY})), read=read)
 
     return _declared("products", decay, system)
