@@ -88,7 +88,7 @@ def test_a_program_that_is_not_there_is_printed_when_it_is_asked_for():
         PROGRAMS[name[:-4] + "0000"]
     with pytest.raises(dsf.DsfError, match=r"gone: .*import the module that declares it \(the zoo: dsf.mixers\)"):
         PROGRAMS["gone-0123456789abcdef-0123456789abcdef"]
-    assert names(recurrence.spec) == [name]
+    assert names(recurrence.spec) == [name, program_of(recurrence.spec, True)[1]]
 
 
 class Model(torch.nn.Module):

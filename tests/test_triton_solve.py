@@ -1,5 +1,7 @@
 """Readouts by a solve on their kernels, in Triton's interpreter, beside the float64 oracle."""
 
+import gc
+
 import pytest
 import torch
 from interpreted import interpreted
@@ -7,7 +9,10 @@ from test_solve import least_squares, two_squares
 
 import dsf
 from dsf import Key, Memory, Param, Scalar, System, Value, learn, mixers, norm2, sigmoid
+from dsf.kernels.triton.pointwise.programs import PROGRAMS
 from dsf.kernels.triton.solve.operator import ROWS, solve_mixer
+from dsf.language.solve import weighted
+from dsf.triton.chunk import program_of
 from dsf.triton.solve import matched
 
 pytestmark = interpreted
@@ -39,7 +44,7 @@ def drawn(recurrence, tokens, n, p, dtype=torch.float64, batch=2, heads=2, seed=
         if i.kind.time and i.kind.axes == {"key"}:
             x = torch.nn.functional.normalize(x, dim=-1)
         if i.name in ("a", "beta") or (recurrence is two_squares and i.name in ("b", "lam")):
-            x = (0.6 if i.name == "lam" else 0.1) + 0.8 * x.sigmoid()
+            x = (1.5 if i.name == "lam" else 0.1) + 0.8 * x.sigmoid()
         found[i.name] = x.bfloat16().to(dtype)
     return found
 
@@ -100,15 +105,14 @@ def test_outputs_states_and_gradients_are_the_oracles(name, n, p):
 
 @pytest.mark.parametrize("n, p", [(64, 64), (16, 24)])
 def test_bfloat16_errs_by_little_more_than_one_rounding(n, p):
-    """Gradients of keys, weights and decays sum what G and H do, which nearly cancels."""
+    """Gradients of keys, weights and decays, too, which sum what G and H do, though that nearly cancels."""
     given = drawn(mixers.mesanet, 3 * ROWS + 1, n, p, batch=1)
     exact, slopes = outcome(mixers.mesanet, given, None, torch.float64, form="naive")
     for _ in range(3):  # the third call, too
         found, _ = outcome(mixers.mesanet, given, None, torch.bfloat16, slopes, backend="triton")
     for key, expected in exact.items():
         once = worst(expected.bfloat16(), expected, 64)
-        limit = {"y": 1.2, "dq": 1.2, "final": 0.1, "dv": 1.7, "dk": 2.6, "df": 4, "dbeta": 10}.get(key, 1.2)
-        assert worst(found[key], expected, 64) < limit * once, key
+        assert worst(found[key], expected, 64) < {"final": 0.1}.get(key, 1.6) * once, key
 
 
 def test_computed_keys_keep_their_digits_in_bfloat16():
@@ -175,6 +179,15 @@ def test_which_systems_the_kernels_take():
     found, _ = outcome(pulled_elsewhere, given, None, torch.float32, slopes, backend="triton")
     assert all(worst(found[key], expected) < 2e-5 for key, expected in exact.items())
     assert "steps in float32" in mixers.mesanet.plan(T=100, N=160, P=16, device="cuda").kernel
+
+
+def test_another_process_finds_the_program_by_the_declaration():
+    spec = three_squares.spec
+    name = program_of(weighted(spec, "log"), True)[1]
+    del PROGRAMS[name]
+    spec.__dict__.pop("_derived")
+    gc.collect()
+    assert PROGRAMS[name].precise
 
 
 def test_second_derivatives_are_refused():

@@ -286,7 +286,7 @@ def _of_solve(
     each = "a Cholesky factor a token"
     alone_kernels = {"naive": "float64 oracle", "recurrent": each, "kernel": f"{each}, {plan.kernel}"}
     kernel = alone_kernels.get(chosen, f"conjugate gradients, {steps} steps in float32, on {plan.kernel}")
-    if not alone and plan.backend == "triton" and gpu_solve.takes(spec, sizes):
+    if not alone and plan.backend == "triton" and gpu_solve.takes(spec, sizes, dtype, device):
         kernel = f"conjugate gradients in one launch, at most {steps} steps; {plan.kernel}"
     shape = (*plan.state_shape[:-1], plan.state_shape[-1] + sizes.n)
     reason = "the readout is solved for token by token" if alone else "all tokens' readouts are solved for at once"

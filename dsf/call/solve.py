@@ -27,24 +27,19 @@ Bounds = list[int] | Tensor | None
 
 @dataclass(frozen=True)
 class Parts:
-    """The operands of H_t = a_t H_{t-1} + Σ weight key keyᵀ and of the solve, in the computing dtype.
+    """The operands of H_t = a_t H_{t-1} + Σ weighted keysᵀ and of the solve, in the computing dtype.
 
-    decay: a_t [B, T, H], its logarithm where kind is "log"; keys: [B, T, H, N] each, weights: [B, T, H]; ridge (the
-    diagonal of Λ), query: [B, T, H, N]; state: H before the first token [B or sequences, H, N, N], or None for 0.
+    decay: a_t [B, T, H], its logarithm where kind is "log"; keys, weighted: [B, T, H, N] each; ridge (the diagonal of
+    Λ), query: [B, T, H, N]; state: H before the first token [B or sequences, H, N, N], or None for 0.
     """
 
     kind: Decay
     decay: Tensor
     keys: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
+    weighted: tuple[Tensor, ...]
     ridge: Tensor
     query: Tensor
     state: Tensor | None
-
-    @property
-    def weighted(self) -> list[Tensor]:
-        """weight · key of every square [B, T, H, N]."""
-        return [w.unsqueeze(-1) * k for k, w in zip(self.keys, self.weights, strict=True)]
 
 
 def run_solved(
@@ -56,7 +51,7 @@ def run_solved(
         wide = replace(bound, tensors=tensors, dtype=torch.float64, compute=torch.float64)
         y, final = run_solved(spec, wide, bounds, None if state is None else state.double(), plan, wanted)
         return y.to(bound.compute), final.to(bound.compute)
-    if plan.backend == "triton" and gpu_solve.takes(spec, bound.sizes):
+    if plan.backend == "triton" and gpu_solve.takes(spec, bound.sizes, bound.dtype, bound.device):
         return gpu_solve.run(spec, bound, bounds, state)
     query, last = solutions(spec, bound, bounds, state, plan)
     own = None if state is None else state[..., : bound.sizes.p]
@@ -122,10 +117,10 @@ def _parts(spec: Spec, solve: Solve, bound: Bound, plan: Plan, state: Tensor | N
         assert spec.log_decays is not None
         (decay,) = spec.log_decays
     keys = tuple(vector(key) for key, _ in solve.squares)
-    weights = tuple(values(weight)[..., 0, 0].expand(lead) for _, weight in solve.squares)
+    weighted = tuple(values(weight).squeeze(-1) * k for (_, weight), k in zip(solve.squares, keys, strict=True))
     hessian = None if state is None else state[..., sizes.p :]
     return Parts(
-        kind, values(decay)[..., 0, 0].expand(lead), keys, weights, vector(solve.ridge), vector(spec.readout),
+        kind, values(decay)[..., 0, 0].expand(lead), keys, weighted, vector(solve.ridge), vector(spec.readout),
         None if hessian is None else 0.5 * (hessian + hessian.mT),
     )  # fmt: skip
 
@@ -136,8 +131,8 @@ class _Products:
     def __init__(self, spec: Spec, solve: Solve, bound: Bound, bounds: Bounds, plan: Plan, parts: Parts) -> None:
         self.solve, self.bound, self.bounds, self.plan, self.parts = solve, bound, bounds, plan, parts
         self.read = spec.system.read
-        self.names = [f"{x}{i}" for i in range(len(parts.keys)) for x in "kvw"] + ["a"] * (parts.kind != "one")
-        tensors = [x for k, w in zip(parts.keys, parts.weights, strict=True) for x in (k, k, w)]
+        self.names = [f"{x}{i}" for i in range(len(parts.keys)) for x in "kw"] + ["a"] * (parts.kind != "one")
+        tensors = [x for pair in zip(parts.keys, parts.weighted, strict=True) for x in pair]
         self.tensors = [parts.ridge, parts.state, *tensors, *([parts.decay] if parts.kind != "one" else [])]
 
     def solutions(self) -> tuple[Tensor, Tensor]:

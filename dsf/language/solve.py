@@ -78,16 +78,38 @@ def reads_of(spec: Spec) -> tuple[Spec, str]:
 
 @lru_cache(maxsize=64)
 def products(squares: int, decay: Decay, read: Literal["after", "before"]) -> Spec:
-    """H x of all tokens. Inputs: k0, v0, w0, k1, ..., x and `a` (the decay or its log; none for "one"); v = k."""
+    """H x of all tokens. Inputs: `a` (the decay or its log; none for "one"), k0, w0, k1, ..., x; w = weight · k."""
+    return _sums("products", squares, decay, read, lambda make, i: make(f"w{i}", frozenset({VALUE})))
 
-    def system(make: Callable[[str, frozenset[str]], Expr], a: Expr) -> System:
+
+@derived
+def weighted(spec: Spec, decay: Decay) -> Spec:
+    """H x and Gᵀ x of all tokens, with weights apart. Inputs: k0, w0, v0, k1, ..., x, `a`; the writes are w k vᵀ.
+
+    It has the declaration's name, by which another process finds it.
+    """
+    assert spec.system.solve is not None
+    return _sums(
+        spec.name, len(spec.system.solve.squares), decay, spec.system.read,
+        lambda make, i: make(f"w{i}", frozenset()) * make(f"v{i}", frozenset({VALUE})),
+    )  # fmt: skip
+
+
+Make = Callable[[str, frozenset[str]], Expr]
+
+
+def _sums(
+    name: str, squares: int, decay: Decay, read: Literal["after", "before"], value: Callable[[Make, int], Expr]
+) -> Spec:
+    """What x reads of the decayed sum of keys k0, k1, ... times values."""
+
+    def system(make: Make, a: Expr) -> System:
         written: Expr = const(0)
         for i in range(squares):
-            key, value = make(f"k{i}", frozenset({KEY})), make(f"v{i}", frozenset({VALUE}))
-            written = written + key * (make(f"w{i}", frozenset()) * value)
+            written = written + make(f"k{i}", frozenset({KEY})) * value(make, i)
         return System(A=_operator(a, decay), B=written, C=make("x", frozenset({KEY})), read=read)
 
-    return _declared("products", decay, system)
+    return _declared(name, decay, system)
 
 
 @lru_cache(maxsize=64)

@@ -80,14 +80,17 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
 
 
 @derived
-def program_of(spec: Spec) -> tuple[Source, str]:
-    """The printed kernels of a spec and their name in the operator's registry; printed once a process."""
+def program_of(spec: Spec, precise: bool = False) -> tuple[Source, str]:
+    """The printed kernels of a spec and their name in the operator's registry; printed once a process.
+
+    precise: as Program has it.
+    """
     from dsf.kernels.triton.pointwise.programs import PROGRAMS
     from dsf.triton.print_chunk import emit_matrix
 
     source, program = emit_matrix(written_apart(spec), operands_of(spec))
-    name = name_of(spec, source, program)
-    PROGRAMS[name] = replace(program, functions=source.module())
+    name = name_of(spec, source, (program, "precise") if precise else program)
+    PROGRAMS[name] = replace(program, functions=source.module(), precise=precise)
     return source, name
 
 
@@ -157,4 +160,4 @@ def _by_channels(
 
 def names(spec: Spec) -> list[str]:
     """Names of the programs of a spec, which this call prints and registers."""
-    return [program_of(spec)[1]] if fits(spec) else []
+    return [program_of(spec, precise)[1] for precise in (False, True)] if fits(spec) else []

@@ -10,8 +10,9 @@ from dsf.kernels.triton.registry import Registry
 from dsf.language.derived import by_digest, living
 from dsf.language.errors import DsfError
 from dsf.language.reads import apart
+from dsf.language.solve import weighted
 from dsf.language.spec import Spec
-from dsf.triton import across, chunk, convolve, features, long, scan, step
+from dsf.triton import across, chunk, convolve, features, long, scan, solve, step
 
 
 def declared(name: str, content: str) -> Spec:
@@ -37,6 +38,8 @@ def _derive(spec: Spec) -> None:
             features.featured(part)
         if part.acts_on_values or across.covers(part):
             across.transposed(part)
+        if part.system.solve is not None:
+            weighted(part, solve.decay_of(part)[0])
 
 
 def register_operators() -> None:
@@ -50,9 +53,10 @@ def register_operators() -> None:
     from dsf.kernels.triton.fourier import operator as fourier_operator
     from dsf.kernels.triton.pointwise import prologue_ops, step_ops
     from dsf.kernels.triton.scan import operator as scan_operator
+    from dsf.kernels.triton.solve import operator as solve_operator
 
     assert across_ops and operator and filters and fourier_operator
-    assert prologue_ops and step_ops and scan_operator
+    assert prologue_ops and step_ops and scan_operator and solve_operator
 
 
 def _print(kind: str, name: str) -> None:

@@ -11,7 +11,7 @@ from dsf.call.bind import Bound, Sizes, environment, named_axes
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, Expr, const, inputs_of
 from dsf.language.operator import quotient, summands, times
-from dsf.language.solve import Solve, products
+from dsf.language.solve import Decay, Solve, weighted
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
 from dsf.triton.chunk import FEWEST, GRID, check_packed, program_of
@@ -47,12 +47,30 @@ def matched(spec: Spec) -> Matched | None:
     return None if left else Matched(solve.squares, tuple(values))
 
 
-def takes(spec: Spec, sizes: Sizes) -> bool:
-    """Whether the kernels take a call, with at most 128 keys and four squares a token."""
+def decay_of(spec: Spec) -> tuple[Decay, Expr]:
+    """The decay of G and H, or its logarithm."""
+    normal = spec.rows[0].normal.decay
+    if normal is const(1) or spec.log_decays is None:
+        return "one" if normal is const(1) else "plain", normal
+    (log,) = spec.log_decays
+    return "log", log
+
+
+def takes(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels take a call on a GPU, with at most 128 keys and four squares a token."""
     solve, rows = spec.system.solve, sizes.batch * sizes.heads
     assert solve is not None
     fits = sizes.n <= LARGEST and len(solve.squares) <= SQUARES and rows <= GRID
-    return fits and rows * sizes.tokens > 0 and matched(spec) is not None
+    if not fits or rows * sizes.tokens == 0 or matched(spec) is None:
+        return False
+    from dsf.kernels.triton.solve.operator import has_room
+
+    return has_room(sizes.n, _is_narrow(dtype, sizes), device)
+
+
+def _is_narrow(dtype: torch.dtype, sizes: Sizes) -> bool:
+    """Whether keys and values are multiplied as bfloat16 numbers."""
+    return dtype == torch.bfloat16 and sizes.n >= FEWEST
 
 
 class _Operands:
@@ -90,9 +108,7 @@ def run(spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tens
         bounds = torch.tensor(bounds, device=bound.device)
     check_packed(spec, bounds)
     n, p = bound.sizes.n, bound.sizes.p
-    normal = spec.rows[0].normal.decay
-    kind = "one" if normal is const(1) else ("plain" if spec.log_decays is None else "log")
-    (decay,) = spec.log_decays if kind == "log" and spec.log_decays is not None else (normal,)
+    kind, decay = decay_of(spec)
     keys, weights = zip(*found.squares, strict=True)
     skip = [] if spec.system.D is const(0) else [spec.system.D]
     operands = _Operands(spec, bound, [spec.readout, solve.ridge, decay, *keys, *weights, *found.values, *skip])
@@ -102,8 +118,8 @@ def run(spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tens
     if state is not None:
         g, last = state[..., :p], state[..., p:]
         h = 0.5 * (last + last.mT)
-    how = How(bound.dtype == torch.bfloat16 and n >= FEWEST, kind == "log", spec.system.read == "before", solve.steps)
-    _, program = program_of(products(len(keys), kind, spec.system.read))
+    how = How(_is_narrow(bound.dtype, bound.sizes), kind == "log", spec.system.read == "before", solve.steps)
+    _, program = program_of(weighted(spec, kind), True)
     y, last_g, last_h = Solved.apply(
         how, program, bounds, operands.of(spec.readout, n), operands.of(solve.ridge, n, whole=False),
         None if kind == "one" else scalars[-1], g, h, *rows[0], *rows[1], *scalars[: len(keys)],

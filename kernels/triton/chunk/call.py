@@ -144,7 +144,8 @@ class ChunkCall(Pointwise):
         found |= {name: self.operand(name) for name in ("decay", "source", "erase")}
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
         positive = "source" in self.program.roles and self.program.roles["source"].positive
-        found["traits"] = Traits(positive, self.program.group, self.program.undecayed, self.operand("right"))
+        known = self.program
+        found["traits"] = Traits(positive, known.group, known.undecayed, self.operand("right"), known.precise)
         normal = None
         if self.inside:
             start, column = self.split(start)

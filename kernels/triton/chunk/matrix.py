@@ -52,12 +52,14 @@ class Wanted(NamedTuple):
 class Traits(NamedTuple):
     """What is known of a call's rows: positive: no write strength is negative; group: so many rows, a power of two, act
     at once, as corrections of one sum. Only the first of them has a decay. undecayed: rows erase before their decay, by
-    which b is divided. right: the rows r [B, T, Hr, N] along which is erased, None for those of k."""
+    which b is divided. right: the rows r [B, T, Hr, N] along which is erased, None for those of k. precise: as Program
+    has it."""
 
     positive: bool = False
     group: int = 1
     undecayed: bool = False
     right: Tensor | None = None
+    precise: bool = False
 
 
 class _Call:
@@ -80,7 +82,8 @@ class _Call:
         self.normal, self.finish, self.back = normal, finish, back
         self.kind = decay_kind(g)
         self.keywise = self.kind == "key"
-        self.tiles: Tiles = tiles(self.n, self.p, q.dtype, self.kind, self.delta, q.device, normal is not None)
+        kind = self.n, self.p, q.dtype, self.kind, self.delta, q.device, normal is not None, traits.precise
+        self.tiles: Tiles = tiles(*kind)
         self.terms = terms(self.tiles.precision, q.dtype, self.kind, self.delta, back)
         self.chunks = -(-self.tokens // self.tiles.chunk)
         self.lanes = self.batch * heads

@@ -59,10 +59,13 @@ class Terms(NamedTuple):
     stored: torch.dtype
 
 
-def chosen(keys: int, p: int, dtype: torch.dtype, decay: str, delta: bool, normal: bool, roomy: bool) -> Precision:
+def chosen(
+    keys: int, p: int, dtype: torch.dtype, decay: str, delta: bool, normal: bool, roomy: bool, precise: bool = False
+) -> Precision:
     """The choices for states [keys, p], where decay: none, scalar, key or rank_one.
 
-    normal: beside a normaliser; roomy: on a GPU with shared memory for second terms and float16 states.
+    normal: beside a normaliser; roomy: on a GPU with shared memory for second terms and float16 states; precise: as
+    Program has it.
     """
     narrow, slim = keys <= 64, p <= 64
     if dtype != torch.bfloat16 or keys > 128:
@@ -71,6 +74,8 @@ def chosen(keys: int, p: int, dtype: torch.dtype, decay: str, delta: bool, norma
         return Precision("one", "half", "two")
     if decay == "key":
         return Precision("one", "plain", "two" if narrow else "weights") if delta else Precision("two", "wide")
+    if precise and roomy:
+        return Precision("two", "half", "two")
     if not delta:
         weighed = normal or (decay == "scalar" and slim and not narrow)
         return Precision("two", "half" if normal and roomy else "plain", "two" if weighed else "one")

@@ -94,15 +94,16 @@ def limits(device: torch.device) -> tuple[int, int]:
 
 @lru_cache
 def tiles(
-    n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: torch.device = CPU, normal: bool = False
-) -> Tiles:
+    n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, device: torch.device = CPU, normal: bool = False,
+    precise: bool = False,
+) -> Tiles:  # fmt: skip
     """The row of the table for states [n, p], without a GPU that of the H200.
 
     decay: none, scalar or key, or rank_one: by key, with corrections that are no delta rule; normal: a normaliser is
-    computed beside it.
+    computed beside it; precise: as Program has it.
     """
     found, roomy = _row(n, p, dtype, decay, delta, normal), limits(device)[0] >= ROOMY
-    found = replace(found, precision=chosen(found.keys, p, dtype, decay, delta, normal, roomy))
+    found = replace(found, precision=chosen(found.keys, p, dtype, decay, delta, normal, roomy, precise))
     if roomy:
         return found
     if dtype == torch.bfloat16:

@@ -93,7 +93,8 @@ class Program:
     of a skip whose gradient the chunk kernels compute; stabilised: there is a running maximum; floor: log decays are
     between it and -floor (transitions that are diagonal plus rank one, else None); vectors: inputs of left, right and
     decay whose gradients the chunk kernels compute; accesses: the tensors of each printed function; group: rows of one
-    micro-step, several where it sums corrections; undecayed: rows erase before their decay, which divides the erases.
+    micro-step, several where it sums corrections; undecayed: rows erase before their decay, which divides the erases;
+    precise: bfloat16 products of decays by head have two terms, where sums of several systems' gradients cancel.
     """
 
     inputs: tuple[Access, ...]
@@ -115,6 +116,7 @@ class Program:
     accesses: Mapping[str, tuple[Access, ...]]
     group: int = 1
     undecayed: bool = False
+    precise: bool = field(default=False, repr=False)
     functions: Any = field(default=None, compare=False)
 
 

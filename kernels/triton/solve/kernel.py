@@ -6,9 +6,9 @@ its rows times the keys' weights, all products H_t x_t of the chunk are
     prefix ⊙ X S_0 + ((X Kᵀ) ⊙ M) K,
 
 so that a step of conjugate gradients is three matrix products, whose operands other than X stay in shared memory. Each
-token has lengths and residuals of its own, stops when it has converged, and a program stops with its last token. It
-then reads y_t = G_tᵀ x_t, of G_t = a_t G_{t-1} + Σ w k vᵀ, in the same way. For gradients it makes the right sides
-G_t dy_t first, and solves for them. `walk_states` makes G and H at all chunks' starts, and the last ones.
+token has lengths and residuals of its own, stops when it has converged, and a program stops with its last token
+(`solve_rows`). `read_rows` reads y_t = G_tᵀ x_t, of G_t = a_t G_{t-1} + Σ w k vᵀ, in the same way; for gradients
+`right_sides` makes G_t dy_t. `walk_states` makes G or H at all chunks' starts, and the last one.
 
 bfloat16 keys and values are taken as they are, states and scores in two bfloat16 terms (`tiles.split`), with which a
 product errs by about 2^-16, and so are solutions as they read. The first guess and all directions are rounded to
@@ -64,16 +64,6 @@ class Places(NamedTuple):
     sequences: Any
 
 
-class Read(NamedTuple):
-    """y or dy [B, T, H, P] with its strides, and G before each chunk."""
-
-    at: Any
-    batch: Any
-    token: Any
-    head: Any
-    states: Any
-
-
 @dataclass(frozen=True, repr=False)
 class Solve(Config):
     """N keys, padded to BN; P channels, BP of which are read at a time; L tokens a chunk, with EACH rows of keys and
@@ -81,7 +71,7 @@ class Solve(Config):
 
     LOG: decays are logarithms. BEFORE: x_t is of H_{t-1}. KIND and PRECISION: of matrix products; TERMS: of states and
     of scores, KEY_TERMS and VALUE_TERMS: of keys and values. ENOUGH: the squared ratio of residual and right side at
-    which a token has converged. BACK: right sides are G_t dy_t, and nothing is read.
+    which a token has converged.
     """
 
     N: int
@@ -99,7 +89,6 @@ class Solve(Config):
     KEY_TERMS: int
     VALUE_TERMS: int
     ENOUGH: float
-    BACK: bool
 
 
 @triton.jit
@@ -196,68 +185,88 @@ def _state_of(states, index, columns, W: tl.constexpr, BLOCK: tl.constexpr, C: t
 
 
 @triton.jit
-def _right_sides(read, values, index, place, rows, stop, known, pairs, prefix, C: tl.constexpr):
-    """G_t dy_t for the tokens of a chunk. place: its batch, head, tokens and their end; index: of its states."""
-    batch, head, tokens, end = place
-    v, dy = of_head(values, batch, head), read.at + batch * read.batch + head * read.head
-    out = tl.zeros([C.L, C.BN], tl.float32)
-    scores = tl.zeros([C.L, C.L * C.EACH], tl.float32)
-    for first in tl.range(0, C.P, C.BP, num_stages=1):
-        columns = first + tl.arange(0, C.BP)
-        slope = load_rows(dy, read.token, tokens, end, columns, C.P, C.BP, C.KIND)
-        state = _state_of(read.states, index, columns, C.P, C.BP, C)
-        out = product((slope, slope), turn(state), 1, C.TERMS, C.PRECISION, out)
-        written = _rows(v, rows, stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
-        scores = product((slope, slope), turn(written), 1, C.VALUE_TERMS, C.PRECISION, scores)
-    scores = split(scores * pairs, C.TERMS, C.KIND)
-    return product(scores, known, C.TERMS, C.KEY_TERMS, C.PRECISION, out * prefix)
+def _here(places, C: tl.constexpr):
+    """A program's chunk: (index of its states, batch, head, its tokens and their end, its rows of keys and theirs)."""
+    chunk, lane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    begin, end = place_of_chunk(places.chunks, chunk, places.tokens, C.L)
+    tokens, rows = begin + tl.arange(0, C.L), begin * C.EACH + tl.arange(0, C.L * C.EACH)
+    index = chunk * places.lanes + lane
+    return index, lane // places.heads, lane % places.heads, tokens, end, rows, end * C.EACH
 
 
 @triton.jit
-def _store_reads(x, read, values, index, place, rows, stop, known, pairs, prefix, C: tl.constexpr):
-    """Store y_t = G_tᵀ x_t for the tokens of a chunk."""
-    batch, head, tokens, end = place
-    v, y = of_head(values, batch, head), read.at + batch * read.batch + head * read.head
-    terms = split(x, C.TERMS, C.KIND)
-    scores = split(product(terms, turn(known), C.TERMS, C.KEY_TERMS, C.PRECISION) * pairs, C.TERMS, C.KIND)
-    for first in tl.range(0, C.P, C.BP, num_stages=1):
-        columns = first + tl.arange(0, C.BP)
-        state = _state_of(read.states, index, columns, C.P, C.BP, C)
-        out = product(terms, state, C.TERMS, C.TERMS, C.PRECISION) * prefix
-        written = _rows(v, rows, stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
-        out = product(scores, written, C.TERMS, C.VALUE_TERMS, C.PRECISION, out)
-        store_rows(y, read.token, tokens, end, columns, C.P, C.BP, out)
-
-
-@triton.jit(do_not_specialize=["steps"])
-def solve_rows(query, ridge, keys, values, of, states, read, out, places, steps, C: tl.constexpr):
-    """out [B, T, H, N]: the solutions of a chunk's tokens, from right side / diagonal on, in at most so many steps.
-
-    query: the right sides, where not BACK. ridge: by token, or with None as its stride of tokens one for all of them.
-    states: H before each chunk.
-    """
-    chunk, lane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    batch, head = lane // places.heads, lane % places.heads
-    begin, end = place_of_chunk(places.chunks, chunk, places.tokens, C.L)
-    if begin >= end:
-        return
-    names, tokens = tl.arange(0, C.BN), begin + tl.arange(0, C.L)
-    rows, stop = begin * C.EACH + tl.arange(0, C.L * C.EACH), end * C.EACH
-    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
+def _decays(of, here, C: tl.constexpr):
+    """M [L, rows] and prefix [L, 1] of a chunk."""
+    _, batch, head, tokens, end, rows, stop = here
     weight = _weights(of, rows, stop, batch, head)
     source, source_rest = _running(of, rows, stop, batch, head, C.EACH, 0, C)
     running, rest = _running(of, tokens, end, batch, head, 1, C.BEFORE, C)
     written = rows // C.EACH + C.BEFORE  # the first token that reads a row
     gap = (running[:, None] - source[None, :]) + (rest[:, None] - source_rest[None, :])
     pairs = tl.where(tokens[:, None] >= written[None, :], tl.exp2(gap) * weight[None, :], 0.0)
-    prefix = tl.exp2(running)[:, None]
-    index, place = chunk * places.lanes + lane, (batch, head, tokens, end)
+    return pairs, tl.exp2(running)[:, None]
 
-    if C.BACK:
-        right = _right_sides(read, values, index, place, rows, stop, known, pairs, prefix, C)
-    else:
-        q = of_head(query, batch, head)
-        right = load_rows(q.at, q.token, tokens, end, names, C.N, C.BN, tl.float32)
+
+@triton.jit
+def read_rows(x, keys, values, of, states, y, places, C: tl.constexpr):
+    """y_t = G_tᵀ x_t of a chunk's tokens and BP channels. x: rows in float32; states: G before each chunk."""
+    here = _here(places, C)
+    index, batch, head, tokens, end, rows, stop = here
+    if tl.min(tokens, axis=0) >= end:
+        return
+    names, columns = tl.arange(0, C.BN), tl.program_id(2) * C.BP + tl.arange(0, C.BP)
+    pairs, prefix = _decays(of, here, C)
+    q, v, to = of_head(x, batch, head), of_head(values, batch, head), of_head(y, batch, head)
+    terms = _rows(q, tokens, end, names, C.N, C.BN, C.TERMS, C)
+    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
+    scores = product(terms, turn(known), C.TERMS, C.KEY_TERMS, C.PRECISION) * pairs
+    state = _state_of(states, index, columns, C.P, C.BP, C)
+    out = product(terms, state, C.TERMS, C.TERMS, C.PRECISION) * prefix
+    written = _rows(v, rows, stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
+    out = product(split(scores, C.TERMS, C.KIND), written, C.TERMS, C.VALUE_TERMS, C.PRECISION, out)
+    store_rows(to.at, to.token, tokens, end, columns, C.P, C.BP, out)
+
+
+@triton.jit
+def right_sides(dy, keys, values, of, states, out, places, C: tl.constexpr):
+    """out [B, T, H, N] = G_t dy_t of a chunk's tokens, in float32. states: G before each chunk."""
+    here = _here(places, C)
+    index, batch, head, tokens, end, rows, stop = here
+    if tl.min(tokens, axis=0) >= end:
+        return
+    names = tl.arange(0, C.BN)
+    pairs, prefix = _decays(of, here, C)
+    given, v, to = of_head(dy, batch, head), of_head(values, batch, head), of_head(out, batch, head)
+    found = tl.zeros([C.L, C.BN], tl.float32)
+    scores = tl.zeros([C.L, C.L * C.EACH], tl.float32)
+    for first in tl.range(0, C.P, C.BP, num_stages=1):
+        columns = first + tl.arange(0, C.BP)
+        slope = load_rows(given.at, given.token, tokens, end, columns, C.P, C.BP, C.KIND)
+        state = _state_of(states, index, columns, C.P, C.BP, C)
+        found = product((slope, slope), turn(state), 1, C.TERMS, C.PRECISION, found)
+        written = _rows(v, rows, stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
+        scores = product((slope, slope), turn(written), 1, C.VALUE_TERMS, C.PRECISION, scores)
+    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
+    scores = split(scores * pairs, C.TERMS, C.KIND)
+    found = product(scores, known, C.TERMS, C.KEY_TERMS, C.PRECISION, found * prefix)
+    store_rows(to.at, to.token, tokens, end, names, C.N, C.BN, found)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def solve_rows(right, ridge, keys, of, states, out, places, steps, C: tl.constexpr):
+    """out [B, T, H, N]: the solutions of a chunk's tokens, from right side / diagonal on, in at most so many steps.
+
+    ridge: by token, or with None as its stride of tokens one for all of them. states: H before each chunk.
+    """
+    here = _here(places, C)
+    index, batch, head, tokens, end, rows, stop = here
+    if tl.min(tokens, axis=0) >= end:
+        return
+    names = tl.arange(0, C.BN)
+    pairs, prefix = _decays(of, here, C)
+    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
+    q, to = of_head(right, batch, head), of_head(out, batch, head)
+    right = load_rows(q.at, q.token, tokens, end, names, C.N, C.BN, tl.float32)
     state = _state_of(states, index, names, C.N, C.BN, C)
     at = states + index * C.TERMS * C.N * C.N + names * (C.TERMS * C.N + 1)
     across = tl.load(at, mask=names < C.N, other=0.0).to(tl.float32)
@@ -288,7 +297,4 @@ def solve_rows(query, ridge, keys, values, of, states, read, out, places, steps,
         size = _squared(left)
         direction = (left + (size / tl.where(last > 0, last, 1.0))[:, None] * along).to(C.KIND)
         going, step = tl.max((size > enough).to(tl.int32), axis=0), step + 1
-    to = out + (batch * places.tokens * places.heads + head) * C.N
-    store_rows(to, places.heads * C.N, tokens, end, names, C.N, C.BN, found)
-    if not C.BACK:
-        _store_reads(found, read, values, index, place, rows, stop, known, pairs, prefix, C)
+    store_rows(to.at, to.token, tokens, end, names, C.N, C.BN, found)

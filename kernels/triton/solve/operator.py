@@ -17,7 +17,15 @@ from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.sizes import power
-from dsf.kernels.triton.solve.kernel import Factors, Places, Read, Solve, solve_rows, walk_states
+from dsf.kernels.triton.solve.kernel import (
+    Factors,
+    Places,
+    Solve,
+    read_rows,
+    right_sides,
+    solve_rows,
+    walk_states,
+)
 from dsf.kernels.triton.structs import Rows
 
 WIDEST = 128  # keys, and channels that are read at a time
@@ -26,6 +34,11 @@ FEWEST = 16  # tokens of a chunk
 COLUMNS = 32  # of a state that a program walks
 ROOMY = 200 * 1024  # bytes of shared memory of a program on GPUs that have room for 64 rows
 ENOUGH = {True: 2.0**-40, False: 2.0**-46}  # for bfloat16 terms, for float32
+
+
+def has_room(n: int, narrow: bool, device: torch.device) -> bool:
+    """Whether a program's shared memory holds what solves with n keys need."""
+    return n <= WIDEST // 2 or narrow or limits(device)[0] >= ROOMY
 
 
 class How(NamedTuple):
@@ -42,7 +55,7 @@ class _Call:
     """What the launches of one call share."""
 
     def __init__(self, keys: Tensor, values: Tensor, weights: Tensor, decay: Tensor | None, bounds: Tensor | None,
-                 tokens: int, back: bool, how: How) -> None:  # fmt: skip
+                 tokens: int, how: How) -> None:  # fmt: skip
         """keys [B, R T, H, N], values [B, R T, H, P] and weights [B, R T, H], of R rows a token, 1, 2 or 4; decay
         [B, T, H] or None."""
         self.like, self.tokens, self.how = keys, tokens, how
@@ -51,8 +64,10 @@ class _Call:
         self.narrow, self.lanes = how.narrow, self.batch * self.heads
         each, block = power(rows // tokens), padded(self.n)
         roomy = limits(keys.device)[0] >= ROOMY
-        wide = block == WIDEST and not (how.narrow and roomy)
-        chunk = max(FEWEST, (ROWS // 2 if wide else ROWS) // each)
+        self.wide = block == WIDEST and not how.narrow
+        slim = self.wide or (block == WIDEST and not roomy)
+        chunk = max(FEWEST, (ROWS // 2 if slim else ROWS) // each)
+        self.piece = min(64, padded(self.p))
         self.chunks, self.sequences, self.ends = -(-tokens // chunk), 1, self.batch
         self.packed = bounds is not None
         table = of_sequences = None
@@ -66,12 +81,11 @@ class _Call:
         self.keys, self.values = _rows(keys), _rows(values)
         self.terms = 2 if how.narrow else 1
         self.config = Solve(
-            N=self.n, BN=block, P=self.p, BP=min(64, padded(self.p)), BW=COLUMNS, L=chunk, EACH=each, LOG=how.log,
+            N=self.n, BN=block, P=self.p, BP=self.piece, BW=COLUMNS, L=chunk, EACH=each, LOG=how.log,
             BEFORE=how.before, KIND=tl.bfloat16 if how.narrow else tl.float32,
             PRECISION="tf32" if how.narrow else "tf32x3" if roomy else "ieee", TERMS=self.terms,
-            KEY_TERMS=self._terms_of(keys), VALUE_TERMS=self._terms_of(values), ENOUGH=ENOUGH[how.narrow], BACK=back,
+            KEY_TERMS=self._terms_of(keys), VALUE_TERMS=self._terms_of(values), ENOUGH=ENOUGH[how.narrow],
         )  # fmt: skip
-        self.warps = 8 if block == WIDEST and not how.narrow else 4
 
     def _terms_of(self, x: Tensor) -> int:
         return 2 if self.narrow and x.dtype != torch.bfloat16 else 1
@@ -87,6 +101,25 @@ class _Call:
             self.chunks, W=width, C=self.config, num_warps=4,
         )  # fmt: skip
         return states, final
+
+    def over_chunks(self, kernel: Any, *args: Any, parts: int = 1, warps: int = 4) -> None:
+        """Launch a kernel with a program for each chunk, sequence and head, and part."""
+        grid = (self.chunks, self.lanes, parts)
+        launch(kernel, grid, *args, C=self.config, num_warps=warps)
+
+    def solved(self, right: Tensor, ridge: Tensor, h: Tensor) -> Tensor:
+        """The solutions for the right sides [B, T, H, N]; h: the states of H."""
+        x = self.room(self.n)
+        warps = 8 if self.wide else 4
+        self.over_chunks(
+            solve_rows, _rows(right), _ridge(ridge), self.keys, self.of, h, _rows(x), self.places, self.how.steps,
+            warps=warps,
+        )  # fmt: skip
+        return x
+
+    def room(self, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for rows [B, T, H, width]."""
+        return self.like.new_empty(self.batch, self.tokens, self.heads, width, dtype=dtype)
 
 
 def _rows(x: Tensor) -> Rows:
@@ -110,20 +143,18 @@ def _solved(
 
     query, dy, ridge: [B, T, H, ·]; g, h: the first states. Others: as `_Call` takes them.
     """
-    ridge_rows = _ridge(ridge)
-    call = _Call(keys, values, weights, decay, bounds, ridge.shape[1], dy is not None, How(*options))
+    call = _Call(keys, values, weights, decay, bounds, ridge.shape[1], How(*options))
     g_states, last_g = call.walk(call.values, call.p, g)
     h_states, last_h = call.walk(call.keys, call.n, h)
-    x = keys.new_empty(call.batch, call.tokens, call.heads, call.n, dtype=torch.float32)
-    given = query if query is not None else dy
-    assert given is not None
-    y = given.new_empty(call.batch, call.tokens, call.heads, call.p) if dy is None else given.new_empty(0)
-    seen = _rows(y if dy is None else dy)
-    launch(
-        solve_rows, (call.chunks, call.lanes), _rows(given), ridge_rows, call.keys, call.values, call.of, h_states,
-        Read(seen.at, seen.batch, seen.token, seen.head, g_states), x, call.places, call.how.steps, C=call.config,
-        num_warps=call.warps,
-    )  # fmt: skip
+    if query is None:
+        assert dy is not None
+        right, y = call.room(call.n), dy.new_empty(0)
+        given = (call.keys, call.values, call.of, g_states, _rows(right), call.places)
+        call.over_chunks(right_sides, _rows(dy), *given)
+        return call.solved(right, ridge, h_states), y, last_g, last_h
+    x, y = call.solved(query, ridge, h_states), call.room(call.p, query.dtype)
+    given = (call.keys, call.values, call.of, g_states, _rows(y), call.places)
+    call.over_chunks(read_rows, _rows(x), *given, parts=-(-call.p // call.piece))
     return x, y, last_g, last_h
 
 
@@ -138,8 +169,8 @@ solve_mixer: Any = operator(
 class Solved(torch.autograd.Function):
     """y, the last G and the last H, with gradients.
 
-    Arguments of apply: how, program (of H x, where keys are the values; its operands are a key, a value and a weight
-    for each square, the query, and the decay), bounds, query, ridge, decay, g, h, *keys, *values, *weights. ridge may
+    Arguments of apply: how, program (of what x reads of such a sum; its operands are a key, a weight and a value for
+    each square, the query, and the decay), bounds, query, ridge, decay, g, h, *keys, *values, *weights. ridge may
     be of size 1 along B and T.
 
     With λ_t = (H_t + Λ_t)⁻¹ G_t dy_t, the gradient of the query, all others are those of ⟨Gᵀ x, dy⟩ - ⟨H x, λ⟩ for an x
@@ -207,16 +238,16 @@ def _pulled(
 ) -> _Gradients:  # fmt: skip
     """Gradients of the plain system that x reads (`read`), whose output has the gradient `slope`, and whose last state
     `last`. Rows have x's dtype, and gradients are float32."""
-    given = [t for k, v, w in zip(keys, values, weights, strict=True) for t in (k.to(read.dtype), v.to(read.dtype), w)]
+    given = [t for k, v, w in zip(keys, values, weights, strict=True) for t in (k.to(read.dtype), w, v.to(read.dtype))]
     count = len(given)
     given += [read] if decay is None else [read, decay]
     _, _, saved = matrix_mixer(given, state, program, True, bounds)
-    fine = [i for i in range(count) if i % 3 < 2]
+    fine = [i for i in range(count) if i % 3 != 1]
     needs = [i != count for i in range(len(given))]
     found, first = matrix_mixer_backward(
         slope.to(read.dtype), last, given, state, saved, program, needs, bounds, [], False, fine
     )
-    return _Gradients(found[:count:3], found[1:count:3], found[2:count:3], found[-1], first)
+    return _Gradients(found[:count:3], found[2:count:3], found[1:count:3], found[-1], first)
 
 
 def _thirds(rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
