@@ -2,7 +2,8 @@
 
 `chunk/`: chunks of matrix products; `scan/`: the fused scan; `pointwise/`: printed elementwise kernels and the decode
 step; `attention/`: softmax with a bias or a window; `layer/`: the short convolution and the gated norm of layers;
-`turn/`: keys and queries turned by sums of angles; `fold.py`: the maps of ranks.
+`turn/`: keys and queries turned by sums of angles; `solve/`: readouts that solve a system for every token; `fold.py`:
+the maps of ranks.
 
 Ranges of T: a *chunk* is the L tokens that one round of matrix products handles, a *segment* a range of whole chunks.
 Where whole sequences would not fill the GPU, segments are walked in parallel, after a pass that computes the effect of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -203,33 +202,38 @@ class Solved(torch.autograd.Function):
         adjoint, _, _, _ = _call(None, dy, ridge, decay, g, h, rows, bounds, how)
         kind = torch.bfloat16 if how.narrow else torch.float32
         given_to, first = (ctx.program, keys, weights, decay, bounds), x.to(kind)
-        of_g = [_pulled(*given_to, values, first, dy, d_g, g)]
-        of_h = _pulled(*given_to, keys, first, -adjoint, d_h, h)
+        total = _pulled(*given_to, values, first, dy, d_g, g)
         if how.narrow:
-            of_g.append(_pulled(*given_to, values, (x - first.float()).to(kind), dy, None, g))
-        every = [*of_g, of_h]
-        d_keys = [_sum([*(f.keys[i] for f in every), of_h.values[i]]) for i in range(len(keys))]
-        d_values = [_sum([f.values[i] for f in of_g]) for i in range(len(keys))]
-        d_weights = [_sum([f.weights[i] for f in every]) for i in range(len(keys))]
-        found = [d.to(row.dtype) for d, row in zip((*d_keys, *d_values, *d_weights), rows, strict=True)]
-        d_decay = None if decay is None else _sum([f.decay for f in every])
+            rest = _pulled(*given_to, values, (x - first.float()).to(kind), dy, None, g)
+            for mine, others in zip(total, rest, strict=True):
+                _add(mine, others)
+        of_h = _pulled(*given_to, keys, first, -adjoint, d_h, h)
+        for others in (of_h.keys, of_h.values):
+            _add(total.keys, others)
+        _add(total.weights, of_h.weights)
+        _add(total.decay, of_h.decay)
+        every = (*total.keys, *total.values, *total.weights)
+        found = [d.to(row.dtype) for d, row in zip(every, rows, strict=True)]
+        d_decay = total.decay[0] if total.decay else None
         d_ridge = reduce_to(-(adjoint * x), ridge.shape)
-        d_first = None if g is None else _sum([f.state for f in of_g]), None if h is None else of_h.state
+        d_first = None if g is None else total.state[0], None if h is None else of_h.state[0]
         return None, None, None, adjoint.to(ctx.dtype), d_ridge, d_decay, *d_first, *found
 
 
-def _sum(xs: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, xs)
+def _add(total: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+    """Add to the first ones in place, where memory is short."""
+    for x, y in zip(total, more, strict=True):
+        x += y
 
 
 class _Gradients(NamedTuple):
-    """Those of the keys, values and weights of all squares, of the decay and of the first state."""
+    """Those of the keys, values and weights of all squares, of the decay, if there is one, and of the first state."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     weights: Sequence[Tensor]
-    decay: Any
-    state: Tensor
+    decay: Sequence[Tensor]
+    state: Sequence[Tensor]
 
 
 def _pulled(
@@ -247,7 +251,8 @@ def _pulled(
     found, first = matrix_mixer_backward(
         slope.to(read.dtype), last, given, state, saved, program, needs, bounds, [], False, fine
     )
-    return _Gradients(found[:count:3], found[2:count:3], found[1:count:3], found[-1], first)
+    rows = found[:count]
+    return _Gradients(rows[::3], rows[2::3], rows[1::3], found[count:], [first])
 
 
 def _thirds(rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
