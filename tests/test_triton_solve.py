@@ -160,9 +160,12 @@ def test_a_token_does_not_depend_on_the_steps_that_others_need():
     assert (solved(easy, 60)[0][:, 3:] == 0).all()
 
 
-def test_decays_of_zero_forget_everything():
+@pytest.mark.parametrize("decays", [{7: 0.0, 70: 0.0}, {9: -0.01, 40: -0.02, 41: -0.02}], ids=["zero", "negative"])
+def test_decays_may_be_zero_and_small_negative_ones(decays):
+    """What is left of H before them must not exceed the ridge."""
     given = drawn(two_squares, ROWS + 20, 16, 16)
-    given["a"][:, (7, 70)] = 0
+    for token, decay in decays.items():
+        given["a"][:, token] = decay
     exact, slopes = outcome(two_squares, given, None, torch.float64, form="naive")
     found, _ = outcome(two_squares, given, None, torch.float32, slopes, backend="triton")
     assert all(worst(found[key], expected) < 2e-5 for key, expected in exact.items() if key != "da")
@@ -188,6 +191,18 @@ def test_another_process_finds_the_program_by_the_declaration():
     spec.__dict__.pop("_derived")
     gc.collect()
     assert PROGRAMS[name].precise
+
+
+def test_a_call_is_one_graph():
+    given = {name: x.bfloat16() for name, x in drawn(mixers.mesanet, 40, 16, 16).items()}
+    plain = [x.clone().requires_grad_() for x in given.values()]
+    compiled = torch.compile(lambda *x: mixers.mesanet(*x, backend="triton"), fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (lambda *x: mixers.mesanet(*x, backend="triton"), compiled):
+        y = call(*plain)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), plain)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_second_derivatives_are_refused():

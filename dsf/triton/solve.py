@@ -114,6 +114,8 @@ def run(spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tens
     operands = _Operands(spec, bound, [spec.readout, solve.ridge, decay, *keys, *weights, *found.values, *skip])
     scalars = [operands.of(x).to(bound.compute) for x in (*weights, *([] if kind == "one" else [decay]))]
     rows = [operands.of(x, n) for x in keys], [operands.of(x, p) for x in found.values]
+    query = operands.of(spec.readout, n)
+    query = query.to(bound.compute) if skip else query  # y has its dtype, and is rounded once
     g = h = None
     if state is not None:
         g, last = state[..., :p], state[..., p:]
@@ -121,7 +123,7 @@ def run(spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tens
     how = How(_is_narrow(bound.dtype, bound.sizes), kind == "log", spec.system.read == "before", solve.steps)
     _, program = program_of(weighted(spec, kind), True)
     y, last_g, last_h = Solved.apply(
-        how, program, bounds, operands.of(spec.readout, n), operands.of(solve.ridge, n, whole=False),
+        how, program, bounds, query, operands.of(solve.ridge, n, whole=False),
         None if kind == "one" else scalars[-1], g, h, *rows[0], *rows[1], *scalars[: len(keys)],
     )  # fmt: skip
     if bounds is not None and state is not None:  # sequences without tokens keep their H

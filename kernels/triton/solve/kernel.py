@@ -93,22 +93,25 @@ class Solve(Config):
 
 @triton.jit
 def _running(of, rows, end, batch, head, EACH: tl.constexpr, LATE: tl.constexpr, C: tl.constexpr):
-    """Running sums of log2 decays over rows of which EACH are a token's, and their rounding errors (`running_sums`).
+    """Running sums of log2 decays over rows of which EACH are a token's, their rounding errors (`running_sums`), and
+    the signs of the products.
 
     LATE: a row's own decay is not in its sum, and the first row's not in any.
     """
     first = tl.min(rows, axis=0)
     at = rows - LATE
     inside = (rows < end) & (at >= first)
-    log = rows * 0.0
+    log, odd = rows * 0.0, rows * 0
     if of.decay is not None:
         place = of.decay + batch * of.decay_batch + head * of.decay_head + (at // EACH).to(tl.int64) * of.decay_token
         found = tl.load(place, mask=inside & (at % EACH == 0), other=0.0 if C.LOG else 1.0).to(tl.float32)
         if C.LOG:
             log = tl.maximum(found, LOG_TINY)
         else:
-            log = tl.log(tl.maximum(found, TINY))
-    return running_sums(log, 0, True)
+            log = tl.log(tl.maximum(tl.abs(found), TINY))
+            odd = tl.cumsum((found < 0).to(tl.int32), axis=0) & 1
+    running, rest = running_sums(log, 0, True)
+    return running, rest, 1.0 - 2.0 * odd.to(tl.float32)
 
 
 @triton.jit
@@ -150,14 +153,14 @@ def walk_states(keys, values, of, start, states, final, places, chunks, W: tl.co
         if C.TERMS == 2:
             tl.store(to + W, kept[1].to(states.dtype.element_ty), mask=inside)
         rows, end = begin * C.EACH + local, end * C.EACH
-        running, rest = _running(of, rows, end, batch, head, C.EACH, 0, C)
+        running, rest, sign = _running(of, rows, end, batch, head, C.EACH, 0, C)
         is_last = local == C.L * C.EACH - 1
-        last = tl.sum(tl.where(is_last, running, 0.0), axis=0)
+        last, turned = tl.sum(tl.where(is_last, running, 0.0), axis=0), tl.sum(tl.where(is_last, sign, 0.0), axis=0)
         left = (last - running) + (tl.sum(tl.where(is_last, rest, 0.0), axis=0) - rest)
-        scale = _weights(of, rows, end, batch, head) * tl.exp2(left)
+        scale = _weights(of, rows, end, batch, head) * tl.exp2(left) * sign * turned
         written = load_rows(v.at, v.token, rows, end, columns, W, C.BW, tl.float32) * scale[:, None]
         known = _rows(x, rows, end, names, C.N, C.BN, C.KEY_TERMS, C)
-        state *= tl.exp2(last)
+        state *= tl.exp2(last) * turned
         state = product(turn(known), split(written, C.TERMS, C.KIND), C.KEY_TERMS, C.TERMS, C.PRECISION, state)
     tl.store(final + own, state, mask=inside)
 
@@ -199,12 +202,13 @@ def _decays(of, here, C: tl.constexpr):
     """M [L, rows] and prefix [L, 1] of a chunk."""
     _, batch, head, tokens, end, rows, stop = here
     weight = _weights(of, rows, stop, batch, head)
-    source, source_rest = _running(of, rows, stop, batch, head, C.EACH, 0, C)
-    running, rest = _running(of, tokens, end, batch, head, 1, C.BEFORE, C)
+    source, source_rest, of_source = _running(of, rows, stop, batch, head, C.EACH, 0, C)
+    running, rest, sign = _running(of, tokens, end, batch, head, 1, C.BEFORE, C)
+    weight *= of_source
     written = rows // C.EACH + C.BEFORE  # the first token that reads a row
     gap = (running[:, None] - source[None, :]) + (rest[:, None] - source_rest[None, :])
-    pairs = tl.where(tokens[:, None] >= written[None, :], tl.exp2(gap) * weight[None, :], 0.0)
-    return pairs, tl.exp2(running)[:, None]
+    pairs = tl.where(tokens[:, None] >= written[None, :], tl.exp2(gap) * sign[:, None] * weight[None, :], 0.0)
+    return pairs, (tl.exp2(running) * sign)[:, None]
 
 
 @triton.jit

@@ -183,8 +183,7 @@ class Solved(torch.autograd.Function):
         g: Tensor | None, h: Tensor | None, *rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Kept for the backward pass: the rows, and x in float32."""
-        with torch._C._AutoDispatchBelowAutograd():
-            x, y, last_g, last_h = _call(query, None, ridge, decay, g, h, rows, bounds, how)
+        x, y, last_g, last_h = _call(query, None, ridge, decay, g, h, rows, bounds, how)
         ctx.save_for_backward(bounds, ridge, decay, g, h, x, *rows)
         ctx.how, ctx.program, ctx.dtype = how, program, query.dtype
         ctx.set_materialize_grads(False)
