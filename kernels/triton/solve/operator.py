@@ -101,18 +101,16 @@ class _Call:
         )  # fmt: skip
         return states, final
 
-    def over_chunks(self, kernel: Any, *args: Any, parts: int = 1, warps: int = 4) -> None:
-        """Launch a kernel with a program for each chunk, sequence and head, and part."""
-        grid = (self.chunks, self.lanes, parts)
-        launch(kernel, grid, *args, C=self.config, num_warps=warps)
+    def grid(self, parts: int = 1) -> tuple[int, int, int]:
+        """A program for each chunk, sequence and head, and part."""
+        return self.chunks, self.lanes, parts
 
     def solved(self, right: Tensor, ridge: Tensor, h: Tensor) -> Tensor:
         """The solutions for the right sides [B, T, H, N]; h: the states of H."""
         x = self.room(self.n)
-        warps = 8 if self.wide else 4
-        self.over_chunks(
-            solve_rows, _rows(right), _ridge(ridge), self.keys, self.of, h, _rows(x), self.places, self.how.steps,
-            warps=warps,
+        launch(
+            solve_rows, self.grid(), _rows(right), _ridge(ridge), self.keys, self.of, h, _rows(x), self.places,
+            self.how.steps, C=self.config, num_warps=8 if self.wide else 4,
         )  # fmt: skip
         return x
 
@@ -148,12 +146,16 @@ def _solved(
     if query is None:
         assert dy is not None
         right, y = call.room(call.n), dy.new_empty(0)
-        given = (call.keys, call.values, call.of, g_states, _rows(right), call.places)
-        call.over_chunks(right_sides, _rows(dy), *given)
+        launch(
+            right_sides, call.grid(), _rows(dy), call.keys, call.values, call.of, g_states, _rows(right), call.places,
+            C=call.config, num_warps=4,
+        )  # fmt: skip
         return call.solved(right, ridge, h_states), y, last_g, last_h
     x, y = call.solved(query, ridge, h_states), call.room(call.p, query.dtype)
-    given = (call.keys, call.values, call.of, g_states, _rows(y), call.places)
-    call.over_chunks(read_rows, _rows(x), *given, parts=-(-call.p // call.piece))
+    launch(
+        read_rows, call.grid(-(-call.p // call.piece)), _rows(x), call.keys, call.values, call.of, g_states, _rows(y),
+        call.places, C=call.config, num_warps=4,
+    )  # fmt: skip
     return x, y, last_g, last_h
 
 
