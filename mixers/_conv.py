@@ -97,7 +97,8 @@ class ShortConv(nn.Conv1d):
         taps = self.weight.squeeze(1).flip(-1).T[None]
         y = long_convolution(padded.unsqueeze(2), taps).squeeze(2)[:, padded.shape[1] - x.shape[1] :]
         y = y if self.bias is None else y + self.bias.to(y.dtype)
-        return (y,), padded[:, padded.shape[1] - past :].mT.contiguous()
+        last = F.pad(padded, (0, 0, max(0, past - padded.shape[1]), 0))
+        return (y,), last[:, last.shape[1] - past :].mT.contiguous()
 
     def spreads(self, x: Tensor) -> Fused | None:
         """What the kernels take for a rank's tokens x [B, T, C], or None where torch convolves them."""

@@ -1,5 +1,7 @@
 """The convolution form on a GPU: impulse responses and whole calls, against steps in float64."""
 
+import copy
+
 import pytest
 import torch
 from fourier_family import PRINTED, compare, drawn, gated_bank, results
@@ -107,3 +109,19 @@ def test_the_long_convolution(tokens, length, dtype):
         found.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * b.norm()
+
+
+@pytest.mark.parametrize("tokens", [1023, 1100])
+def test_short_convolutions_of_many_taps(tokens):
+    """By torch, and by transforms from 1,024 tokens on."""
+    torch.manual_seed(0)
+    conv = mixers.H3(48).conv1d.cuda().bfloat16()
+    x, state = torch.randn(2, tokens, 48).cuda().bfloat16(), torch.randn(2, 48, 63).cuda().bfloat16()
+    found = []
+    for module, dtype in ((conv, torch.bfloat16), (copy.deepcopy(conv).double(), torch.float64)):
+        leaves = [x.to(dtype).requires_grad_(), state.to(dtype).requires_grad_(), *module.parameters()]
+        y, last = module(*leaves[:2])
+        weights = torch.linspace(-1, 1, y.numel(), device="cuda").cos().bfloat16().to(dtype).view_as(y)
+        found.append([y, last, *torch.autograd.grad((y * weights).sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 2.0**-7 * b.norm()
