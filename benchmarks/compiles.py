@@ -30,6 +30,7 @@ from dsf.kernels.triton.chunk import table as chunks
 from dsf.kernels.triton.machine_code import disassembled, unwritten
 from dsf.kernels.triton.operators import noted
 from dsf.kernels.triton.scan import table as scans
+from dsf.kernels.triton.solve import operator as solves
 from dsf.language.errors import DsfError
 from dsf.mixers import ZOO
 from dsf.triton.choose import elsewhere
@@ -114,7 +115,7 @@ def one(name, dtype, gpu, whole):
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     front_end, seen, failed, refused = FrontEnd(GPUTarget("cuda", gpu.capability, 32)), set(), [], ""
-    for module in (chunks, matrix, walks):
+    for module in (chunks, matrix, walks, solves):
         mock.patch.object(module, "limits", lambda device: (gpu.shared, gpu.processors)).start()
     mock.patch.object(scans, "_shared", lambda device: gpu.of_processor).start()
     mock.patch.object(scans, "_processors", lambda device: gpu.processors).start()

@@ -52,11 +52,12 @@ def run_solved(
         y, final = run_solved(spec, wide, bounds, None if state is None else state.double(), plan, wanted)
         return y.to(bound.compute), final.to(bound.compute)
     if plan.backend == "triton" and gpu_solve.takes(spec, bound.sizes, bound.dtype, bound.device):
-        return gpu_solve.run(spec, bound, bounds, state)
-    query, last = solutions(spec, bound, bounds, state, plan)
-    own = None if state is None else state[..., : bound.sizes.p]
-    plain, given = reading(spec, bound, query if plan.backend == "torch" else query.to(bound.dtype))
-    y, final = _run(plain, given, bounds, own, plan)
+        y, final, last = gpu_solve.run(spec, bound, bounds, state)
+    else:
+        query, last = solutions(spec, bound, bounds, state, plan)
+        own = None if state is None else state[..., : bound.sizes.p]
+        plain, given = reading(spec, bound, query if plan.backend == "torch" else query.to(bound.dtype))
+        y, final = _run(plain, given, bounds, own, plan)
     if not wanted:
         return y, final
     if bounds is not None and state is not None:  # sequences without tokens keep their H

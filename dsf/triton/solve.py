@@ -98,8 +98,10 @@ class _Operands:
         return found.squeeze(-1 if KEY in x.axes or found.shape[-1] == 1 else -2).expand(*lead, sizes.heads, width)
 
 
-def run(spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] and the final state [B or sequences, H, N, P + N], of a call that `takes` allows."""
+def run(
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, H, P], and the last G and H [B or sequences, H, N, ·], of a call that `takes` allows."""
     from dsf.kernels.triton.solve.operator import How, Solved
 
     solve, found = spec.system.solve, matched(spec)
@@ -126,8 +128,6 @@ def run(spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tens
         how, program, bounds, query, operands.of(solve.ridge, n, whole=False),
         None if kind == "one" else scalars[-1], g, h, *rows[0], *rows[1], *scalars[: len(keys)],
     )  # fmt: skip
-    if bounds is not None and state is not None:  # sequences without tokens keep their H
-        last_h = torch.where((bounds[1:] > bounds[:-1]).view(-1, 1, 1, 1), last_h, state[..., p:])
     for d in skip:
         y = y + operands.of(d, p)
-    return y, torch.cat([last_g, last_h], dim=-1)
+    return y, last_g, last_h

@@ -64,6 +64,20 @@ class Places(NamedTuple):
     sequences: Any
 
 
+class Here(NamedTuple):
+    """A program's chunk: the index of its states, its batch and head, the first of its tokens, all of them and their
+    end, and its rows of keys and theirs."""
+
+    index: Any
+    batch: Any
+    head: Any
+    begin: Any
+    tokens: Any
+    end: Any
+    rows: Any
+    stop: Any
+
+
 @dataclass(frozen=True, repr=False)
 class Solve(Config):
     """N keys, padded to BN; P channels, BP of which are read at a time; L tokens a chunk, with EACH rows of keys and
@@ -189,71 +203,74 @@ def _state_of(states, index, columns, W: tl.constexpr, BLOCK: tl.constexpr, C: t
 
 @triton.jit
 def _here(places, C: tl.constexpr):
-    """A program's chunk: (index of its states, batch, head, its tokens and their end, its rows of keys and theirs)."""
+    """The chunk of a program."""
     chunk, lane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin, end = place_of_chunk(places.chunks, chunk, places.tokens, C.L)
     tokens, rows = begin + tl.arange(0, C.L), begin * C.EACH + tl.arange(0, C.L * C.EACH)
     index = chunk * places.lanes + lane
-    return index, lane // places.heads, lane % places.heads, tokens, end, rows, end * C.EACH
+    return Here(index, lane // places.heads, lane % places.heads, begin, tokens, end, rows, end * C.EACH)
 
 
 @triton.jit
 def _decays(of, here, C: tl.constexpr):
     """M [L, rows] and prefix [L, 1] of a chunk."""
-    _, batch, head, tokens, end, rows, stop = here
-    weight = _weights(of, rows, stop, batch, head)
-    source, source_rest, of_source = _running(of, rows, stop, batch, head, C.EACH, 0, C)
-    running, rest, sign = _running(of, tokens, end, batch, head, 1, C.BEFORE, C)
+    weight = _weights(of, here.rows, here.stop, here.batch, here.head)
+    source, source_rest, of_source = _running(of, here.rows, here.stop, here.batch, here.head, C.EACH, 0, C)
+    running, rest, sign = _running(of, here.tokens, here.end, here.batch, here.head, 1, C.BEFORE, C)
     weight *= of_source
-    written = rows // C.EACH + C.BEFORE  # the first token that reads a row
+    written = here.rows // C.EACH + C.BEFORE  # the first token that reads a row
     gap = (running[:, None] - source[None, :]) + (rest[:, None] - source_rest[None, :])
-    pairs = tl.where(tokens[:, None] >= written[None, :], tl.exp2(gap) * sign[:, None] * weight[None, :], 0.0)
+    pairs = tl.where(here.tokens[:, None] >= written[None, :], tl.exp2(gap) * sign[:, None] * weight[None, :], 0.0)
     return pairs, (tl.exp2(running) * sign)[:, None]
+
+
+@triton.jit
+def _of_head(x, here):
+    """Rows of a program's sequence and head."""
+    return of_head(x, here.batch, here.head)
 
 
 @triton.jit
 def read_rows(x, keys, values, of, states, y, places, C: tl.constexpr):
     """y_t = G_tᵀ x_t of a chunk's tokens and BP channels. x: rows in float32; states: G before each chunk."""
     here = _here(places, C)
-    index, batch, head, tokens, end, rows, stop = here
-    if tl.min(tokens, axis=0) >= end:
+    if here.begin >= here.end:
         return
     names, columns = tl.arange(0, C.BN), tl.program_id(2) * C.BP + tl.arange(0, C.BP)
     pairs, prefix = _decays(of, here, C)
-    q, v, to = of_head(x, batch, head), of_head(values, batch, head), of_head(y, batch, head)
-    terms = _rows(q, tokens, end, names, C.N, C.BN, C.TERMS, C)
-    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
+    q, v, to = _of_head(x, here), _of_head(values, here), _of_head(y, here)
+    terms = _rows(q, here.tokens, here.end, names, C.N, C.BN, C.TERMS, C)
+    known = _rows(_of_head(keys, here), here.rows, here.stop, names, C.N, C.BN, C.KEY_TERMS, C)
     scores = product(terms, turn(known), C.TERMS, C.KEY_TERMS, C.PRECISION) * pairs
-    state = _state_of(states, index, columns, C.P, C.BP, C)
+    state = _state_of(states, here.index, columns, C.P, C.BP, C)
     out = product(terms, state, C.TERMS, C.TERMS, C.PRECISION) * prefix
-    written = _rows(v, rows, stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
+    written = _rows(v, here.rows, here.stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
     out = product(split(scores, C.TERMS, C.KIND), written, C.TERMS, C.VALUE_TERMS, C.PRECISION, out)
-    store_rows(to.at, to.token, tokens, end, columns, C.P, C.BP, out)
+    store_rows(to.at, to.token, here.tokens, here.end, columns, C.P, C.BP, out)
 
 
 @triton.jit
 def right_sides(dy, keys, values, of, states, out, places, C: tl.constexpr):
     """out [B, T, H, N] = G_t dy_t of a chunk's tokens, in float32. states: G before each chunk."""
     here = _here(places, C)
-    index, batch, head, tokens, end, rows, stop = here
-    if tl.min(tokens, axis=0) >= end:
+    if here.begin >= here.end:
         return
     names = tl.arange(0, C.BN)
     pairs, prefix = _decays(of, here, C)
-    given, v, to = of_head(dy, batch, head), of_head(values, batch, head), of_head(out, batch, head)
+    given, v, to = _of_head(dy, here), _of_head(values, here), _of_head(out, here)
     found = tl.zeros([C.L, C.BN], tl.float32)
     scores = tl.zeros([C.L, C.L * C.EACH], tl.float32)
     for first in tl.range(0, C.P, C.BP, num_stages=1):
         columns = first + tl.arange(0, C.BP)
-        slope = load_rows(given.at, given.token, tokens, end, columns, C.P, C.BP, C.KIND)
-        state = _state_of(states, index, columns, C.P, C.BP, C)
+        slope = load_rows(given.at, given.token, here.tokens, here.end, columns, C.P, C.BP, C.KIND)
+        state = _state_of(states, here.index, columns, C.P, C.BP, C)
         found = product((slope, slope), turn(state), 1, C.TERMS, C.PRECISION, found)
-        written = _rows(v, rows, stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
+        written = _rows(v, here.rows, here.stop, columns, C.P, C.BP, C.VALUE_TERMS, C)
         scores = product((slope, slope), turn(written), 1, C.VALUE_TERMS, C.PRECISION, scores)
-    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
+    known = _rows(_of_head(keys, here), here.rows, here.stop, names, C.N, C.BN, C.KEY_TERMS, C)
     scores = split(scores * pairs, C.TERMS, C.KIND)
     found = product(scores, known, C.TERMS, C.KEY_TERMS, C.PRECISION, found * prefix)
-    store_rows(to.at, to.token, tokens, end, names, C.N, C.BN, found)
+    store_rows(to.at, to.token, here.tokens, here.end, names, C.N, C.BN, found)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -263,22 +280,21 @@ def solve_rows(right, ridge, keys, of, states, out, places, steps, C: tl.constex
     ridge: by token, or with None as its stride of tokens one for all of them. states: H before each chunk.
     """
     here = _here(places, C)
-    index, batch, head, tokens, end, rows, stop = here
-    if tl.min(tokens, axis=0) >= end:
+    if here.begin >= here.end:
         return
     names = tl.arange(0, C.BN)
     pairs, prefix = _decays(of, here, C)
-    known = _rows(of_head(keys, batch, head), rows, stop, names, C.N, C.BN, C.KEY_TERMS, C)
-    q, to = of_head(right, batch, head), of_head(out, batch, head)
-    right = load_rows(q.at, q.token, tokens, end, names, C.N, C.BN, tl.float32)
-    state = _state_of(states, index, names, C.N, C.BN, C)
-    at = states + index * C.TERMS * C.N * C.N + names * (C.TERMS * C.N + 1)
+    known = _rows(_of_head(keys, here), here.rows, here.stop, names, C.N, C.BN, C.KEY_TERMS, C)
+    q, to = _of_head(right, here), _of_head(out, here)
+    right = load_rows(q.at, q.token, here.tokens, here.end, names, C.N, C.BN, tl.float32)
+    state = _state_of(states, here.index, names, C.N, C.BN, C)
+    at = states + here.index * C.TERMS * C.N * C.N + names * (C.TERMS * C.N + 1)
     across = tl.load(at, mask=names < C.N, other=0.0).to(tl.float32)
-    on = ridge.at + batch * ridge.batch + head * ridge.head
+    on = ridge.at + here.batch * ridge.batch + here.head * ridge.head
     if ridge.token is None:
         diagonal = tl.load(on + names, mask=names < C.N, other=1.0).to(tl.float32)[None, :]
     else:
-        diagonal = load_rows(on, ridge.token, tokens, end, names, C.N, C.BN, tl.float32)
+        diagonal = load_rows(on, ridge.token, here.tokens, here.end, names, C.N, C.BN, tl.float32)
     squared = known[0].to(tl.float32)
     squares = tl.dot(pairs.to(C.KIND), (squared * squared).to(C.KIND), input_precision=C.PRECISION)
     whole = diagonal + across[None, :] * prefix + squares
@@ -301,4 +317,4 @@ def solve_rows(right, ridge, keys, of, states, out, places, steps, C: tl.constex
         size = _squared(left)
         direction = (left + (size / tl.where(last > 0, last, 1.0))[:, None] * along).to(C.KIND)
         going, step = tl.max((size > enough).to(tl.int32), axis=0), step + 1
-    store_rows(to.at, to.token, tokens, end, names, C.N, C.BN, found)
+    store_rows(to.at, to.token, here.tokens, here.end, names, C.N, C.BN, found)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsf.kernels.operators import reduce_to, refuse_second_order
 from dsf.kernels.triton.chunk.operator import matrix_mixer, matrix_mixer_backward
-from dsf.kernels.triton.chunk.table import limits, padded
+from dsf.kernels.triton.chunk.table import ROOMY, limits, padded
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.packed import Sequences, slots
@@ -31,13 +31,17 @@ WIDEST = 128  # keys, and channels that are read at a time
 ROWS = 64  # of keys in a chunk
 FEWEST = 16  # tokens of a chunk
 COLUMNS = 32  # of a state that a program walks
-ROOMY = 200 * 1024  # bytes of shared memory of a program on GPUs that have room for 64 rows
 ENOUGH = {True: 2.0**-40, False: 2.0**-46}  # for bfloat16 terms, for float32
+
+
+def is_roomy(device: torch.device) -> bool:
+    """Whether a program's shared memory holds 64 rows of 128 keys, or 32 of float32 ones."""
+    return limits(device)[0] >= ROOMY
 
 
 def has_room(n: int, narrow: bool, device: torch.device) -> bool:
     """Whether a program's shared memory holds what solves with n keys need."""
-    return n <= WIDEST // 2 or narrow or limits(device)[0] >= ROOMY
+    return n <= WIDEST // 2 or narrow or is_roomy(device)
 
 
 class How(NamedTuple):
@@ -62,7 +66,7 @@ class _Call:
         self.n, self.p = int(n), int(values.shape[-1])
         self.narrow, self.lanes = how.narrow, self.batch * self.heads
         each, block = power(rows // tokens), padded(self.n)
-        roomy = limits(keys.device)[0] >= ROOMY
+        roomy = is_roomy(keys.device)
         self.wide = block == WIDEST and not how.narrow
         slim = self.wide or (block == WIDEST and not roomy)
         chunk = max(FEWEST, (ROWS // 2 if slim else ROWS) // each)
