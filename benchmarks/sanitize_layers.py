@@ -9,11 +9,15 @@ from dsf import long_convolution
 from dsf.checking.ranges import ranges_of
 from dsf.fuzz import Case
 from dsf.fuzz.inputs import numbers
+from dsf.kernels.attention import KVCache
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
+from dsf.kernels.fixed_cache import attend, fixed, write
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.product import linear
 from dsf.kernels.rotary import angles, rotary
+from dsf.kernels.triton.attention.step_ops import attention_step
 from dsf.mixers import get
 from dsf.mixers.mlstm import gated_read as mlstm_read
 from dsf.mixers.rwkv7 import gated_read, read
@@ -39,6 +43,36 @@ def norms(x, weight, gate):
         "norm, then gate, mapped": gated_rms_norm(x, weight, gate, then=x[0], **how),
         "norm of a sum": sum(added_rms_norm(x, gate, weight, **how)),
     }  # fmt: skip
+
+
+@torch.no_grad()
+def products(x, gate, weight, matrix):
+    """Linear maps of a token, behind what layers and models have before them."""
+    how = {"backend": backend(x)}
+    total, behind_sum = added_rms_norm(x, gate, weight, then=matrix, **how)
+    return {
+        "alone": linear(x, matrix, **how), "behind a gate": gated(x, gate, then=matrix, **how),
+        "behind a norm of groups": gated_rms_norm(x, weight, gate, groups=4, then=matrix, **how),
+        "sum": total, "behind its norm": behind_sum,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def attention_tokens(a, k, v, before):
+    """Two tokens of attention in place, into a memory with room and into a window's. before: keys and values."""
+    found, exact = {}, a.dtype == torch.float64
+    for name, places in (("room", 80), ("window", 40)):
+        lengths = torch.tensor([37, 52 if places == 40 else 40], device=a.device)
+        cache = fixed(KVCache(before, before, lengths), places, 40 if places == 40 else None)
+        kept = cache.k, cache.v, cache.bias, cache.lengths
+        for t in range(2):
+            token = [x[:, :, t : t + 1] for x in (a, k, v)]
+            if exact:
+                y = attend(token[0], *write(cache, *token[1:], None, None, 40, places), 0.3)
+            else:
+                y = attention_step(*token, *kept, 0.3, places == 40)
+        found |= {name: y, f"{name}, keys": cache.k, f"{name}, values": cache.v}
+    return found
 
 
 def turned(q, k):
@@ -183,6 +217,8 @@ STEPS = {"tokens": 2, "batch": 3, "heads": 3, "n": 24, "p": 40}
 LAYERS = {
     "layer-norm": shaped(norms, (2, 37, 40), (40,), (2, 37, 40)),
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
+    "layer-products": shaped(products, (2, 1, 40), (2, 1, 40), (40,), (9, 40)),
+    "attention-tokens": shaped(attention_tokens, (2, 4, 2, 24), *[(2, 2, 2, 24)] * 2, (2, 2, 40, 24)),
     "layer-rotary": shaped(turned, (2, 37, 3, 40), (2, 37, 1, 40)),
     "layer-mixture": shaped(mixtures, (2, 37, 40), (2, 37, 40), (40,)),
     "layer-readout": shaped(readouts, *[(2, 37, 3, 40)] * 3, (3, 40)),

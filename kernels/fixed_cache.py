@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.attention import LEAST_ROOM, Filled, KVCache, spread_heads
+from dsf.kernels.convolution import TRITON
 from dsf.kernels.scores import Read, grouped_product
+
+WIDEST = 256  # most numbers of a key or value in the kernels
+KINDS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def places_for(tokens: int, window: int | None) -> int:
@@ -98,6 +102,31 @@ def write(
     cache.lengths.add_(1)
     cache.filled.most += 1
     return found
+
+
+def step(cache: KVCache, a: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, places: int) -> Tensor:
+    """`write` of a token without decays, and `attend` of its queries a [B, H, 1, N]; on a GPU two launches of one
+    operator, which read no more places than there are tokens."""
+    if not _on_kernels(cache, a, k, v):
+        return attend(a, *write(cache, k, v, None, None, window, places), scale)
+    from dsf.kernels.triton.attention.step_ops import attention_step
+
+    assert cache.filled is not None
+    kept = cache.k, cache.v, cache.bias, cache.lengths
+    y: Tensor = attention_step(a, k, v, *kept, scale, cache.k.shape[2] == window)
+    cache.filled.most += 1
+    return y
+
+
+def _on_kernels(cache: KVCache, *given: Tensor) -> bool:
+    """Whether the kernels take these queries, key and value."""
+    assert cache.bias is not None
+    if not (cache.k.is_cuda and TRITON) or torch.compiler.is_compiling() or not cache.k.numel():
+        return False
+    kinds = {x.dtype for x in (cache.k, cache.v, *given)}
+    shaped = cache.k.shape[1] == cache.v.shape[1] and max(cache.k.shape[3], cache.v.shape[3]) <= WIDEST
+    whole = all(x.is_contiguous() for x in (cache.k, cache.v, cache.bias, cache.lengths))
+    return shaped and whole and len(kinds) == 1 and kinds <= KINDS and cache.bias.shape[1] == 1
 
 
 def attend(a: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.convolution import TRITON
+from dsf.kernels.product import few
 
 LARGEST = 16384  # most numbers of a group in the GPU kernels
 ACTIVATIONS = ("silu", "sigmoid", "gelu")  # gelu: by tanh; the kernels know them by their places
@@ -40,7 +41,8 @@ def gated_rms_norm(
 
     then: the weight [out, D] or [out, H · D] of a linear map without bias, of the result's type: what the map makes of
     the result (of the last two axes as one) is returned instead, [..., out]. On a GPU the result is then not kept for
-    gradients; the launch that computes those of x and gate makes it once more. Raises ValueError for sizes that do not
+    gradients; the launch that computes those of x and gate makes it once more; and for few tokens without gradients
+    (dsf.kernels.product) one launch makes both. Raises ValueError for sizes that do not
     fit and unknown names.
     """
     if x.shape[-1] % groups or (weight is not None and weight.shape != x.shape[-1:]):
@@ -67,23 +69,30 @@ def added_rms_norm(
     eps: float = 1e-5,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
+    then: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + other, the RMS norm of that sum over the last axis times weight): a residual stream and what a block reads.
 
     x, other: [..., D] of the same shape, any strides and types; the sum has the type that torch gives it, and is
-    rounded before the norm. weight, eps, backend, dtype (the sum's by default), errors: as for `gated_rms_norm`. On a
-    GPU one launch, and backward two, which also add the sum's gradient to the norm's.
+    rounded before the norm. weight, eps, backend, dtype (the sum's by default), then, errors: as for `gated_rms_norm`.
+    On a GPU one launch, and backward two, which also add the sum's gradient to the norm's.
     """
     if x.shape != other.shape or (weight is not None and weight.shape != x.shape[-1:]):
         sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"
         raise ValueError(f"a norm of {list(x.shape)} + {list(other.shape)} with {sizes}: sizes do not fit")
     dtype = torch.promote_types(x.dtype, other.dtype) if dtype is None else dtype
     if _chosen(x, other, "silu", backend, x.shape[-1]):
+        if then is not None and dtype == then.dtype and few(x, then):
+            from dsf.kernels.triton.layer.product_ops import added_row_product
+
+            total, mapped = added_row_product(x, other, then, weight, eps)
+            return total, mapped.view(*x.shape[:-1], then.shape[0])
         from dsf.kernels.triton.layer.norm_ops import added_norm
 
-        return added_norm(x, other, weight, eps, dtype)
+        total, normal = added_norm(x, other, weight, eps, dtype)
+        return total, _mapped(normal, then)
     total = x + other
-    return total, gated_rms_norm(total, weight, eps=eps, backend="torch", dtype=dtype)
+    return total, gated_rms_norm(total, weight, eps=eps, backend="torch", dtype=dtype, then=then)
 
 
 def gated(
@@ -97,11 +106,17 @@ def gated(
 
 
 def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor | None, *options: Any) -> Tensor:
+    if then is not None and options[-1] == then.dtype and few(x, then):
+        from dsf.kernels.triton.layer.product_ops import row_product
+
+        found: Tensor = row_product(x, then, gate, weight, *options[:-1])
+        kept = x.dim() - (1 if x.shape[-1] == then.shape[1] else 2)
+        return found.view(*x.shape[:kept], then.shape[0])
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
 
     given = (x, gate, weight)
-    found: Tensor = gated_norm(*given, *options) if then is None else mapped_norm(*given, then, *options)
-    return found
+    made: Tensor = gated_norm(*given, *options) if then is None else mapped_norm(*given, then, *options)
+    return made
 
 
 def _mapped(y: Tensor, then: Tensor | None) -> Tensor:

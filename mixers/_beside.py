@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dsf.kernels.product import linear, takes
 
 ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins where fast products read
 
@@ -32,11 +33,12 @@ def plain_weight(module: Any) -> Tensor | None:
 
 def weight_for(module: Any, x: Tensor) -> Tensor | None:
     """The weight of a plain map for x, in the type in which it is multiplied, where a kernel's launch may take the map
-    along (`then` of dsf.kernels.norm): with gradients, on a GPU, and not under torch.compile. None elsewhere."""
-    if not (x.is_cuda and torch.is_grad_enabled()) or torch.compiler.is_compiling() or hasattr(x, "device_mesh"):
+    along (`then` of dsf.kernels.norm): on a GPU, with gradients or for few tokens, and not under torch.compile. None
+    elsewhere."""
+    if not x.is_cuda or torch.compiler.is_compiling() or hasattr(x, "device_mesh"):
         return None
     weight = plain_weight(module)
-    if weight is None or not weight.is_cuda:
+    if weight is None or not weight.is_cuda or not (torch.is_grad_enabled() or takes(x, weight)):
         return None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     return weight.to(dtype) if dtype == x.dtype else None
@@ -67,13 +69,30 @@ def lay_all(model: nn.Module) -> None:
 def outputs(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...] | None:
     """The outputs of all maps of one token x [B, 1, D], by one product; None for other calls, and for weights that do
     not lie behind each other."""
+    whole = whole_of(x, maps)
+    return None if whole is None else parts_of(linear(x, whole), maps)
+
+
+def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:
+    """The matrix of all maps of one token x [B, 1, D], or None as for `outputs`."""
     if torch.is_grad_enabled() or x.shape[-2] != 1 or torch.compiler.is_compiling():
         return None
     if torch.is_autocast_enabled(x.device.type):  # which keeps casts of parameters, not of this view of several
         return None
     weights = _weights(maps)
-    whole = _joined(weights) if len(weights) > 1 else None
-    return None if whole is None else F.linear(x, whole).split([w.shape[0] for w in weights], dim=-1)
+    return _joined(weights) if len(weights) > 1 else None
+
+
+def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The outputs of the maps in what their matrix made."""
+    return made.split([m.weight.shape[0] for m in maps], dim=-1)
+
+
+def product_of(x: Tensor, module: Any) -> Tensor:
+    """module(x); for few tokens on a GPU by the kernel for these."""
+    weight = None if torch.is_grad_enabled() else weight_for(module, x)
+    found: Tensor = module(x) if weight is None else linear(x, weight)
+    return found
 
 
 def _weights(maps: Sequence[Any]) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import gated
@@ -99,7 +100,7 @@ class MambaBlock(Mixer):
         y = y.flatten(2)
         for z in side:
             y = gated(y, z)
-        return self.out_proj(y)
+        return product_of(y, self.out_proj)
 
 
 def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:

@@ -71,6 +71,6 @@ def normed(norm: nn.Module, y: Tensor, gate: Tensor | None, then: nn.Module) -> 
     if type(norm) is GatedRMSNorm and norm.shares is None and not hooked(norm):
         weight = weight_for(then, y)
         if weight is not None:
-            return norm.fused(y, gate, weight)
+            return norm.fused(y, gate, weight).flatten(2)  # one head is an axis of its own there
     found: Tensor = then(norm(y, gate).flatten(2))
     return found

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, N, Scalar, System, Value, exp_features, sigmoid
+from dsf.mixers._beside import product_of
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
@@ -110,7 +111,7 @@ class ForgettingAttention(Mixer):
         y = y.flatten(2)
         if self.o_norm is not None and self.g_proj is not None:
             y = self.o_norm(y, self.made(side[1:], "g_proj"))
-        return self.o_proj(y)
+        return product_of(y, self.o_proj)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
         """Numbers after `context` tokens: k, v and a bias of each, and the last k and v before they were mixed."""

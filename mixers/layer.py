@@ -17,6 +17,7 @@ from dsf.checking.ranges import Range, key_axis
 from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated, normed
@@ -212,7 +213,7 @@ class Layer(Mixer):
             return normed(self.o_norm, y, gate, self.o_proj)
         if gate is not None:
             y = gated(y, gate)
-        return self.o_proj(y.flatten(2))
+        return product_of(y.flatten(2), self.o_proj)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
         """Numbers one sequence keeps after `context` tokens; a KV cache of attention and of windows."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, System, Value, elu1
+from dsf.mixers._beside import product_of
 from dsf.mixers._module import Mixer, Side, Span
 
 if TYPE_CHECKING:
@@ -88,4 +89,4 @@ class LinearAttention(Mixer):
         }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.o_proj(y.flatten(2))
+        return product_of(y.flatten(2), self.o_proj)

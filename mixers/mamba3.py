@@ -29,6 +29,7 @@ from dsf import (
 )
 from dsf.language.errors import InputError
 from dsf.language.expr import Expr
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import split_heads
 from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
@@ -187,4 +188,4 @@ class Mamba3(Mixer):
             y = self.norm(y, z)
         elif z is not None:
             y = gated(y, z)
-        return self.out_proj(y)
+        return product_of(y, self.out_proj)

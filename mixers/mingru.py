@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import System, Value, sigmoid, where
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 
@@ -79,4 +80,4 @@ class MinGRU(Mixer):
         return {"z": z, "h": h}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.out_proj(y.flatten(2))
+        return product_of(y.flatten(2), self.out_proj)

@@ -10,6 +10,7 @@ from torch import Tensor
 import dsf
 from dsf import Expr, Key, N, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, silu
 from dsf.language.errors import InputError
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
@@ -241,4 +242,4 @@ class MLSTM(Mixer):
         fixed = (w.view(y.shape[2:]) for w in (self.norm, self.skip))
         known = y, u.view_as(y), *fixed
         y = gated_read(*known, *(z.view_as(y) for z in gates)) if gates else read(*known)
-        return self.down_proj(y.flatten(2))
+        return product_of(y.flatten(2), self.down_proj)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dsf
 from dsf import Param, Scalar, System, Value, relu, sigmoid
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
@@ -98,4 +99,4 @@ class QLSTM(Mixer):
         y = y.flatten(2)
         for z in side:
             y = y * F.gelu(z)
-        return self.out_proj(y)
+        return product_of(y, self.out_proj)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import dsf
 from dsf import Expr, Param, Scalar, System, Value, exp, expm1, maximum, sigmoid, softplus, sqrt, where
 from dsf.kernels.norm import gated
+from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import Owner, inverse_softplus, normal
@@ -147,4 +148,4 @@ class RGLRU(Mixer):
         y = y.flatten(2)
         for branch in side:
             y = gated(y, branch, "gelu")
-        return self.out_proj(y)
+        return product_of(y, self.out_proj)

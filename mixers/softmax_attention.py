@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import dsf
 from dsf import I, Key, N, Param, Recurrence, Scalar, System, Value, exp, exp_features
 from dsf.language.errors import InputError
+from dsf.mixers._beside import product_of
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import full
 
@@ -195,7 +196,7 @@ class SoftmaxAttention(Mixer):
         }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        return self.o_proj(y.flatten(2))
+        return product_of(y.flatten(2), self.o_proj)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
         """Numbers in the KV cache after `context` tokens: k, v of those that it reads, with ALiBi a bias a head."""

@@ -1,12 +1,16 @@
 """Calls of the fused parts of layers, and their gradients, on tensors without memory, for tests/test_compiled.py."""
 
+from unittest import mock
+
 import torch
 
 from dsf.call import tokenwise
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.product import linear
 from dsf.kernels.rotary import rotary
+from dsf.kernels.triton import early as starts
 from dsf.parallel import Simulated, windows
 
 
@@ -47,6 +51,35 @@ def norms():
     pull([gated(x, gate, "gelu", backend="triton")], [x, gate])
     pull([gated_rms_norm(x, weight, gate, backend="triton", then=tensor(128, 256))], [x, weight, gate])
     pull(added_rms_norm(x, gate, weight, backend="triton"), [x, gate, weight])
+
+
+@torch.no_grad()
+def products():
+    x, matrix, weight = tensor(2, 1, 256), tensor(96, 256), tensor(256)
+    linear(x, matrix, "triton")
+    gated(x, x, backend="triton", then=matrix)
+    gated_rms_norm(x.view(2, 1, 4, 64), tensor(64), x.view(2, 1, 4, 64), backend="triton", then=matrix)
+    added_rms_norm(x, x, weight, backend="triton", then=matrix)
+
+
+@torch.no_grad()
+def attention_step():
+    from dsf.kernels.triton.attention.step_ops import attention_step as step
+
+    lengths = torch.empty(2, dtype=torch.int64, device="meta")
+    for window in (False, True):
+        kept = tensor(2, 2, 128, 64), tensor(2, 2, 128, 64), tensor(2, 1, 128), lengths
+        step(tensor(2, 4, 1, 64), tensor(2, 2, 1, 64), tensor(2, 2, 1, 64), *kept, 0.125, window)
+
+
+def early(call):
+    """call, on a GPU that starts kernels before others have ended."""
+
+    def called():
+        with mock.patch.object(starts, "_able", return_value=True):
+            call()
+
+    return called
 
 
 def mixing():

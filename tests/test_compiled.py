@@ -20,7 +20,19 @@ import scan_family as scans
 import torch
 from fourier_family import OWN
 from interpreted import INTERPRETED
-from layer_family import convolution, convolution_over_ranks, convolution_step, mixing, norms, pull, readouts, tensor
+from layer_family import (
+    attention_step,
+    convolution,
+    convolution_over_ranks,
+    convolution_step,
+    early,
+    mixing,
+    norms,
+    products,
+    pull,
+    readouts,
+    tensor,
+)
 from test_solve import two_squares
 
 import dsf
@@ -301,15 +313,22 @@ FAMILIES = {
             "mixing": mixing,
             "norms": norms,
             "probe": probe,
+            "products": products,
+            "products, early": early(products),
+            "convolution, a token, early": early(convolution_step),
+            "mlstm, a token, early": early(of("mlstm", step)),
+            "attention, a token": attention_step,
+            "attention, a token, early": early(attention_step),
             "alibi": of("alibi"),
             "sink_attention": of("sink_attention"),
             "sliding_window_attention": of("sliding_window_attention"),
             "turned attention": of(turned),
         },
         (
-            "attention.kernel", "attention.sums", "double", "fourier.holes", "fourier.numbers", "fourier.rows",
-            "fourier.spectra", "fourier.states", "impulse", "launcher", "layer.convolution",
-            "layer.convolution_gradient", "layer.mixture", "layer.norm", "layer.rotary", "layer.windows", "ranks",
+            "attention.kernel", "attention.step", "attention.sums", "double", "early", "fourier.holes",
+            "fourier.numbers", "fourier.rows", "fourier.spectra", "fourier.states", "impulse", "launcher",
+            "layer.convolution", "layer.convolution_gradient", "layer.mixture", "layer.norm", "layer.product",
+            "layer.rotary", "layer.windows", "ranks",
         ),
     ),
 }  # fmt: skip

@@ -77,8 +77,7 @@ def _overwrite(spec: Spec, bound: Bound, cache: KVCache) -> tuple[Tensor, KVCach
     timed, quotient = timed_inputs(spec, bound), spec.is_softmax and spec.rule is NUM / DEN
     if quotient and not spec.turns and not decays(spec):
         a, k, v, scale = fused_operands(spec, bound, timed)
-        found = fixed_cache.write(cache, k, v, None, None, window, places)
-        return fixed_cache.attend(a, *found, scale).transpose(1, 2), cache
+        return fixed_cache.step(cache, a, k, v, scale, window, places).transpose(1, 2), cache
     x = operands(spec, bound, timed)
     s = summed(replace(x, log=None), cache)  # biases are the cache's: no sums of decays
     log = None if x.log is None else x.log.to(bound.compute)

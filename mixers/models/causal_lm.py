@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._beside import product_of
 from dsf.mixers._states import reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
@@ -86,8 +87,7 @@ class Block(nn.Module):
         """
         x, y = (x, self.mixer_norm(x)) if late is None else self.mixer_norm.added(x, late)
         mixed, state = self._mix(y, state, cu_seqlens, turn, keep, in_place)
-        x, y = self.mlp_norm.added(x, mixed)
-        late = self.mlp(y)
+        x, late = self.mlp.after(self.mlp_norm, x, mixed)
         return ((x, late) if open_ended else x + late), state
 
     def _mix(
@@ -245,7 +245,7 @@ class CausalLM(nn.Module):
         hidden, state = self.model.run(self.model.embed_tokens(ids), state, cu_seqlens, return_state, None, in_place)
         targets = targets_of(self.model, labels, shift_labels, cu_seqlens)
         if targets is None:
-            return CausalOutput(self.lm_head(hidden), None, state)
+            return CausalOutput(product_of(hidden, self.lm_head), None, state)
         if self.training and self.config.fused_loss and not is_shared(self.lm_head):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
             return CausalOutput(None, loss, state)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
-from dsf.mixers._beside import lay_all
+from dsf.mixers._beside import lay_all, product_of
 from dsf.mixers._own import Owner
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
@@ -353,7 +353,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
             counted = isinstance(logits_to_keep, int)
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
             kept = hidden if counted and not logits_to_keep else hidden[:, part]
-            return CausalLMOutputWithPast(logits=self.lm_head(kept), **after)
+            return CausalLMOutputWithPast(logits=product_of(kept, self.lm_head), **after)
         if bounds is None and attention_mask is None and cache is None:
             bounds = restarts(position_ids, hidden.shape[1])
         targets = targets_of(self.model, labels, shift_labels, bounds)

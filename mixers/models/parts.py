@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsf import Packing
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.operators import refuse_second_order
-from dsf.mixers._beside import lay, outputs, weight_for
+from dsf.mixers._beside import hooked, lay, outputs, parts_of, weight_for, whole_of
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -58,15 +58,16 @@ class RMSNorm(nn.RMSNorm):
         """Declare the norm whole on every rank."""
         to.whole()
 
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, other: Tensor | None = None, then: Tensor | None = None) -> Any:
         """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway.
 
-        With `other` of x's shape (`added` says where that is one launch): (x + other, the norm of that).
+        With `other` of x's shape (`added` says where that is one launch): (x + other, the norm of that, or what the map
+        of the weight `then` makes of it).
         """
         dtype = self._result(x)
         if other is not None:
             assert self.eps is not None
-            return added_rms_norm(x, other, self.weight, self.eps, dtype=self._result(x, other))
+            return added_rms_norm(x, other, self.weight, self.eps, dtype=self._result(x, other), then=then)
         kernel = _kernel(*LIGER_NORM, x)
         if kernel is not None:
             # offset 0, float32 as Llama's, not in place (the gradient of x may be needed elsewhere)
@@ -124,7 +125,20 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., d_model] -> [..., d_model]."""
         found = outputs(x, self.maps_beside())
-        gate, up = (self.gate_proj(x), self.up_proj(x)) if found is None else found
+        return self._down(*((self.gate_proj(x), self.up_proj(x)) if found is None else found))
+
+    def after(self, norm: RMSNorm, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + other, this map of the norm of that). On a GPU one launch makes a decoded token's sum, norm, gate and up
+        projection."""
+        maps = self.maps_beside()
+        whole = None if hooked(self) or not norm.sums(x, other) else whole_of(x, maps)
+        if whole is None:
+            x, y = norm.added(x, other)
+            return x, self(y)
+        x, made = norm(x, other, whole)
+        return x, self._down(*parts_of(made, maps))
+
+    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
         kernel = _kernel("swiglu", "LigerSiLUMulFunction", gate)
         if kernel is not None:
             return self.down_proj(kernel.apply(gate, up))

@@ -122,7 +122,7 @@ class RotaryAttention(SoftmaxAttention):
         q, k = inputs["q"], inputs["k"]
         if cos is None or sin is None:
             return inputs
-        if u.shape[1] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if u.shape[1] == 1 and not (u.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             q, k = rotate(_together(q, k), cos, sin).split([q.shape[2], k.shape[2]], dim=2)
             return inputs | {"q": q, "k": k}
         n = cos.shape[-1] // 2

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton import functions as fn
+from dsf.kernels.triton.early import begin
 
 
 @triton.jit
@@ -250,7 +251,7 @@ def convolve(
 @triton.jit
 def convolve_step(
     x, batch_stride, weight, bias, state, ys, new, about: tl.constexpr, K: tl.constexpr, BC: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token of every sequence: grid (BLOCKS · B). new may be the state, which is read before it is written."""
     block = tl.program_id(0) % BLOCKS
@@ -262,8 +263,9 @@ def convolve_step(
     ok = c0 + lane < width
     c = low + c0 + lane
     own = i_b * C * (K - 1)
-    past = first_before(start_of(state, i_b, C * (K - 1)), c, ok, K)
     taps, added = taps_of(weight, bias, c, ok, K)
+    begin(EARLY)
+    past = first_before(start_of(state, i_b, C * (K - 1)), c, ok, K)
     now = tl.load(x + i_b * batch_stride + c, mask=ok, other=0.0).to(tl.float32)
     u = activated(convolved(now, past, taps, added), about[3])
     if HEAD > 0:

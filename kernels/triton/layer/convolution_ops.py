@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.convolution import convolve, convolve_step
@@ -25,10 +26,10 @@ def _options(silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Se
     return silu, tuple(widths), tuple(heads), tuple(scales)
 
 
-def _about(x: Tensor, options: Options, tile: table.Tile) -> tuple[Any, ...]:
-    """The compile-time options of the kernels."""
+def _about(x: Tensor, options: Options, channels: int) -> tuple[Any, ...]:
+    """The compile-time options of the kernels. channels: of a program."""
     silu, widths, heads, scales = options
-    blocks = accumulate((-(-w // tile.channels) for w in widths[:-1]), initial=0)
+    blocks = accumulate((-(-w // channels) for w in widths[:-1]), initial=0)
     firsts = accumulate(widths[:-1], initial=0)
     return widths, heads, scales, silu, max(heads), x.shape[-1], tuple(blocks), tuple(firsts)
 
@@ -41,8 +42,8 @@ def _tile(x: Tensor, taps: int, options: Options, backward: bool) -> table.Tile:
     return tile
 
 
-def _blocks(tile: table.Tile, widths: Sequence[int]) -> int:
-    return sum(-(-w // tile.channels) for w in widths)
+def _blocks(channels: int, widths: Sequence[int]) -> int:
+    return sum(-(-w // channels) for w in widths)
 
 
 def _pieces(xs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -72,11 +73,11 @@ def _forward(
     ys, final = _outputs(x, weight, bounds, options)
     taps, tokens = weight.shape[-1], x.shape[1]
     tile = _tile(x, taps, options, False)
-    blocks, runs, count = _blocks(tile, options[1]), -(-tokens // tile.rows), final.shape[0]
+    blocks, runs, count = _blocks(tile.channels, options[1]), -(-tokens // tile.rows), final.shape[0]
     launch(
         convolve, (blocks * (runs * x.shape[0] + count),),
         x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(ys), final, tokens, runs, count,
-        bits(count), about=_about(x, options, tile), K=taps, SPAN=tile.rows, L=tile.block, BC=tile.channels,
+        bits(count), about=_about(x, options, tile.channels), K=taps, SPAN=tile.rows, L=tile.block, BC=tile.channels,
         BLOCKS=blocks, num_warps=tile.warps,
     )  # fmt: skip
     return ys, final
@@ -102,13 +103,13 @@ def _backward(
     dx, dweight, dbias, dstate = _gradients(x, weight, bias, state)
     (batch, tokens, channels), taps = x.shape, weight.shape[-1]
     tile = _tile(x, taps, options, True)
-    blocks, runs = _blocks(tile, options[1]), -(-tokens // (tile.rows - taps + 1))
+    blocks, runs = _blocks(tile.channels, options[1]), -(-tokens // (tile.rows - taps + 1))
     sums = x.new_empty(batch * runs, taps + 1, channels, dtype=torch.float32)
     count = _sequences(x, bounds)
     launch(
         pull, (blocks * (runs * batch + (0 if dstate is None else count)),),
         x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(dys), dfinal, (dx, dstate, sums), tokens,
-        runs, count, bits(count), about=_about(x, options, tile), K=taps, ROWS=tile.rows, L=tile.block,
+        runs, count, bits(count), about=_about(x, options, tile.channels), K=taps, ROWS=tile.rows, L=tile.block,
         BC=tile.channels, BLOCKS=blocks, num_warps=tile.warps,
     )  # fmt: skip
     launch(
@@ -158,12 +159,13 @@ def _step(
     """y [B, 1, C] of one token x, with all pieces; writes the new state into `new`, which may be the old one."""
     x, weight = _rows(x), weight.contiguous()
     y = x.new_empty(x.shape)
-    tile = _tile(x, weight.shape[-1], options, False)
-    blocks = _blocks(tile, options[1])
+    channels, warps = table.convolution_step(options[1], options[2], x.shape[0], x.element_size())
+    blocks = _blocks(channels, options[1])
     launch(
         convolve_step, (blocks * x.shape[0],),
         x, x.stride(0), weight, bias, state, _pieces(y.split(options[1], -1)), new,
-        about=_about(x, options, tile), K=weight.shape[-1], BC=tile.channels, BLOCKS=blocks, num_warps=tile.warps,
+        about=_about(x, options, channels), K=weight.shape[-1], BC=channels, BLOCKS=blocks, num_warps=warps,
+        **early(x.device),
     )  # fmt: skip
     return y
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton import functions as fn
+from dsf.kernels.triton.early import begin
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def _where(batch_stride, stride, r, c, way, T, inner: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def _gate(g, ACT: tl.constexpr):
+def gate_of(g, ACT: tl.constexpr):
     """The gate's activation and its derivative. ACT: 0 silu, 1 sigmoid, 2 gelu (1 + tanh z = 2 sigmoid(2 z))."""
     if ACT == 2:
         s = fn.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
@@ -38,15 +39,19 @@ def _gate(g, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def norm_forward(
-    x, x_batch, x_stride, gate, g_batch, g_stride, weight, out, more, T, rows, eps,
+    of_x, of_gate, weight, out, more, T, rows, eps,
     inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
-    ACT: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    ACT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, ways · inner · GROUP], contiguous: grid (ways · rows / R), rows = B · T · inner.
 
-    FIRST: the gate comes before the norm. weight [ways · GROUP]; it and gate may be None. more: None, or (a tensor that
-    is added to x first, its strides of batch and time, the sum, which lies as out does).
+    of_x, of_gate: (tensor, strides of batch and time). FIRST: the gate comes before the norm. weight [ways · GROUP]; it
+    and the gate's tensor may be None. more: None, or (a tensor that is added to x first, its strides of batch and time,
+    the sum, which lies as out does).
     """
+    x, x_batch, x_stride = of_x
+    gate, g_batch, g_stride = of_gate
+    begin(EARLY)
     way = tl.program_id(0) % ways
     r = tl.program_id(0) // ways * R + tl.arange(0, R)
     c = tl.arange(0, W)[None, :]
@@ -64,7 +69,7 @@ def norm_forward(
     value = tl.full((R, W), 1.0, tl.float32)
     if gate is not None:
         at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
-        value, _ = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
+        value, _ = gate_of(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
         if FIRST:
             y *= value
     if NORM:
@@ -110,7 +115,7 @@ def norm_backward(
         value, slope, u = d, d, y
         if gate is not None:
             at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
-            value, slope = _gate(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
+            value, slope = gate_of(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
             if FIRST:
                 u = y * value
         root = tl.full((R, 1), 1.0, tl.float32)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.norm import norm_backward, norm_forward, sum_weight
@@ -77,9 +78,10 @@ def _launch(
     shape = _groups(x, weight, options[0], options[1])
     rows = x.shape[0] * x.shape[1] * shape[1]
     tile = table.norm(shape[0], rows, shape[2], False)
+    programs = shape[2] * -(-rows // tile[1])
     launch(
-        norm_forward, (shape[2] * -(-rows // tile[1]),), *_of(x), *_of(gate), weight, out, more, x.shape[1], rows,
-        options[4], **_settings(options, shape, tile),
+        norm_forward, (programs,), _of(x), _of(gate), weight, out, more, x.shape[1], rows, options[4],
+        **_settings(options, shape, tile), **early(x.device, programs),
     )  # fmt: skip
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.early import begin
+
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def turn_heads(
     of_q, of_k, of_angles, outs, T, rows, scale, q_heads: tl.constexpr, k_heads: tl.constexpr, HALF: tl.constexpr,
-    BACK: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+    BACK: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """outs: q [B, T, q_heads, 2 HALF] and k, contiguous; k times `scale`. Grid (rows / R, blocks of q's and k's heads).
 
     of_q, of_k: (tensor, strides of batch, time, head). of_angles: (cos, sin [B, T, HALF], their strides of batch and
     time). rows = B · T. BACK: by the opposite angles, which is also the gradient.
     """
+    begin(EARLY)
     q, q_batch, q_stride, q_head = of_q
     k, k_batch, k_stride, k_head = of_k
     cos, c_batch, c_stride, sin, s_batch, s_stride = of_angles

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch, strided
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.rotary import turn_heads
@@ -23,11 +24,12 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: float, back: 
     outs = q.new_empty(q.shape), k.new_empty(k.shape)
     tile = table.rotary(width // 2, batch * tokens)
     blocks = sum(-(-x.shape[2] // tile.heads) for x in (q, k))
+    runs = -(-batch * tokens // tile.rows)
     launch(
-        turn_heads, (-(-batch * tokens // tile.rows), blocks), strided(q), strided(k),
+        turn_heads, (runs, blocks), strided(q), strided(k),
         (*_angles(cos, batch), *_angles(sin, batch)), outs, tokens, batch * tokens, scale,
         q_heads=heads, k_heads=k.shape[2], HALF=width // 2, BACK=back, W=tile.width, R=tile.rows, HEADS=tile.heads,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **early(q.device, runs * blocks),
     )  # fmt: skip
     return outs
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dsf.kernels.triton.sizes import power
 
+FEW = 16  # programs of a launch that takes as long as one of them
 PROGRAMS = 1056  # fewest programs of a launch: eight for each multiprocessor of an H100 or H200
 
 
@@ -35,14 +36,24 @@ def convolution(widths: tuple[int, ...], tokens: int, batch: int, size: int, tap
     return Tile(channels, rows, 8, warps)
 
 
+def convolution_step(widths: tuple[int, ...], heads: tuple[int, ...], batch: int, size: int) -> tuple[int, int]:
+    """(channels, warps) of a program of the convolution of one token: as `convolution`, or a lane holds two channels
+    where there would be few programs."""
+    tile = convolution(widths, 1, batch, size, 1, False)
+    few = batch * sum(-(-w // tile.channels) for w in widths) <= FEW
+    channels = max(min(tile.channels, 256) if few else tile.channels, *heads)
+    return channels, max(1, channels // 64 if few else max(tile.warps, max(heads) // 256))
+
+
 def norm(group: int, rows: int, ways: int, backward: bool) -> tuple[int, int, int, int]:
     """Of the gated norm of `rows` groups of numbers for each of `ways` weights: (numbers of a group, rounded up; groups
     of a tile; warps; tiles of a program)."""
     width = power(group)
     tile = max(2048 if backward else 4096, width)
     held = power(min(tile // width, rows))
-    warps = max(1, min(16, held * width // (512 if backward else 1024)))
     tiles = -(-rows // held)
+    lanes = 512 if backward else 1024 if tiles * ways > FEW else 128  # numbers of a warp: many, or soon done
+    warps = max(1, min(16, held * width // lanes))
     return width, held, warps, max(1, tiles * ways // PROGRAMS) if backward else 1
 
 
@@ -68,3 +79,12 @@ def mixture(rows: int, channels: int, backward: bool) -> tuple[int, int, int]:
     so it has more tokens."""
     held, block = min(64 if backward else 4, power(rows)), min(32 if backward else 512, power(channels))
     return held, block, max(1, min(4, held * block // 512))
+
+
+def product(outputs: int, width: int) -> tuple[int, int]:
+    """Of a product of few rows with a matrix [outputs, ·] of this padded width: (outputs of a program, warps). Each
+    lane asks for 64 numbers at once, unless that leaves fewer than four programs for each multiprocessor."""
+    block = max(1, 8192 // width)
+    while block > 1 and outputs < 512 * block:
+        block //= 2
+    return block, 4

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.early import begin
 from dsf.kernels.triton.packed import place_of_chunk, sequence_of_chunk
 
 
@@ -116,7 +117,7 @@ def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr
 @triton.jit
 def step(
     args, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr,
-    BP: tl.constexpr, BLOCKS: tl.constexpr,
+    BP: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token of every sequence. A program handles BLOCKS · BP channels of one head. Grid (P / those · H · B).
 
@@ -132,6 +133,7 @@ def step(
     n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # its constant multiples become offsets inside instructions
     p = tl.arange(0, BP)[None, None, :]
     held = (t,)
+    begin(EARLY)
     if shared is not None:
         held = shared(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, part, part, 1, H, P, N, COLUMNS))
     for block in range(BLOCKS):

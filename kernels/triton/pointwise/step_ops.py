@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.kernel import step
@@ -90,7 +91,7 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     launch(
         step, (parts // blocks * heads * batch,), args, heads, p, body=program.functions.step,
         shared=program.functions.shared if program.ones else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
-        BLOCKS=blocks, num_warps=warps,
+        BLOCKS=blocks, num_warps=warps, **early(y.device),
     )  # fmt: skip
     return y
 

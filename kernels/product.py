@@ -1,0 +1,46 @@
+"""Products of a matrix with few rows: the linear maps of a decoded token, which take as long as their weights are read.
+
+`then` of dsf.kernels.norm makes such a product behind a norm, a gate or a sum. On a GPU each is one launch, which asks
+for the weights before the launch that makes x has ended (dsf.kernels.triton.layer.product); elsewhere torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsf.kernels.convolution import TRITON
+
+ROWS = 4  # most rows; for more, products by tensor cores are faster
+LARGEST = 16384  # most numbers of a row
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def few(x: Tensor, matrix: Tensor) -> bool:
+    """Whether x [..., D] or [..., H, D] is what the kernel multiplies with a matrix [out, D] or [out, H · D]: few rows
+    of its type, no gradient is wanted, and nothing traces or casts."""
+    width = matrix.shape[1]
+    if torch.is_grad_enabled() or not 0 < x.numel() <= ROWS * width <= ROWS * LARGEST:
+        return False
+    fits = x.dtype == matrix.dtype and x.dtype in KINDS and matrix.is_contiguous() and 0 < matrix.numel() < 2**31
+    casts = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    return fits and not (casts or torch.compiler.is_compiling() or hasattr(matrix, "device_mesh"))
+
+
+def takes(x: Tensor, matrix: Tensor) -> bool:
+    """`few`, on a GPU."""
+    return x.is_cuda and TRITON and few(x, matrix)
+
+
+def linear(x: Tensor, matrix: Tensor, backend: str = "auto") -> Tensor:
+    """x [..., D] · matrixᵀ for a matrix [out, D]: [..., out]. By the kernel sums are in float32, rounded once.
+
+    backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto".
+    """
+    if not (few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)):
+        return F.linear(x, matrix)
+    from dsf.kernels.triton.layer.product_ops import row_product
+
+    found: Tensor = row_product(x, matrix, None, None, matrix.shape[1], False, False, 0, 0.0)
+    return found.view(*x.shape[:-1], matrix.shape[0])

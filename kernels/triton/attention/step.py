@@ -1,0 +1,130 @@
+"""One token of attention over a cache in fixed memory: its key and value are written there, and all are read.
+
+A row's used places are cut into parts, a program each; `join_parts` joins what they found and counts the token.
+a: [B, H, N], fresh k [B, HK, N] and v [B, HK, P]; the cache's k [B, HK, S, N], v [B, HK, S, P], bias [B, 1, S], which
+is added to scores, and lengths [B] in int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.early import begin
+from dsf.kernels.triton.structs import Config
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Token(NamedTuple):
+    """Queries, and the token's key and value, with the strides of sequences and heads; the scale of scores."""
+
+    a: Any
+    a_batch: Any
+    a_head: Any
+    k: Any
+    k_batch: Any
+    k_head: Any
+    v: Any
+    v_batch: Any
+    v_head: Any
+    scale: Any
+
+
+class Kept(NamedTuple):
+    """The cache's memory, contiguous."""
+
+    k: Any
+    v: Any
+    bias: Any
+    lengths: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Parts(Config):
+    """HK: heads of keys; G: queries that share one, R: as rows of a tile. C: places of a tile. N, P: widths, D, E:
+    filled up to a power of two. COUNT: parts of a row. RING: a full memory begins again at its first place."""
+
+    HK: int
+    G: int
+    R: int
+    C: int
+    N: int
+    P: int
+    D: int
+    E: int
+    COUNT: int
+    RING: bool
+
+
+@triton.jit(debug=True)  # for its assertion; the launch leaves out those of overflows
+def attend_parts(x, kept, sums, tops, S, part: tl.constexpr, EARLY: tl.constexpr):
+    """sums [B, H, COUNT, P + 1]: of weights times values, and of weights, in parts of the mean that their largest score
+    (tops [B, H, COUNT], in exponents of 2) leaves. Grid (COUNT, B · HK). Asserts that the token has a place."""
+    begin(EARLY)
+    bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // part.HK, bg % part.HK
+    length = tl.load(kept.lengths + b).to(tl.int32)
+    place = length % S if part.RING else length
+    tl.device_assert(place < S, "the memory of attention's keys and values has no room for this token")
+    used = tl.minimum(length + 1, S)
+    whole = tl.cdiv(tl.cdiv(used, part.C), part.COUNT) * part.C
+    low = tl.program_id(0) * whole
+    high = tl.minimum(low + whole, used)
+    c, d, e = tl.arange(0, part.C), tl.arange(0, part.D), tl.arange(0, part.E)
+    keys, values = kept.k + bg * S * part.N, kept.v + bg * S * part.P
+    if (place >= low) & (place < high):
+        own = tl.load(x.k + b * x.k_batch + g * x.k_head + d, mask=d < part.N, other=0.0)
+        tl.store(keys + place * part.N + d, own.to(kept.k.dtype.element_ty), mask=d < part.N)
+        own = tl.load(x.v + b * x.v_batch + g * x.v_head + e, mask=e < part.P, other=0.0)
+        tl.store(values + place * part.P + e, own.to(kept.v.dtype.element_ty), mask=e < part.P)
+        tl.store(kept.bias + b * S + place + c * 0, tl.zeros([part.C], kept.bias.dtype.element_ty), mask=(c + g) == 0)
+    tl.debug_barrier()  # other threads read the token's key and value
+    r = tl.arange(0, part.R)
+    head = g * part.G + r
+    at = x.a + b * x.a_batch + head[:, None] * x.a_head + d[None]
+    a = tl.load(at, mask=(r < part.G)[:, None] & (d < part.N)[None], other=0.0).to(kept.k.dtype.element_ty)
+    top = tl.full([part.R], -1e30, tl.float32)
+    total = tl.zeros([part.R], tl.float32)
+    found = tl.zeros([part.R, part.E], tl.float32)
+    for first in range(low, high, part.C):
+        j = first + c
+        there = j < high
+        k = tl.load(keys + j[:, None] * part.N + d[None], mask=there[:, None] & (d < part.N)[None], other=0.0)
+        v = tl.load(values + j[:, None] * part.P + e[None], mask=there[:, None] & (e < part.P)[None], other=0.0)
+        bias = tl.load(kept.bias + b * S + j, mask=there, other=0.0).to(tl.float32)
+        bias = tl.where(j == place, 0.0, bias)  # which another program may not have written yet
+        s = tl.dot(a, tl.trans(k), input_precision="ieee") * (x.scale * LOG2E) + (bias * LOG2E)[None]
+        s = tl.where(there[None], s, -float("inf"))
+        now = tl.maximum(top, tl.max(s, axis=1))
+        w, moved = tl.exp2(s - now[:, None]), tl.exp2(top - now)
+        total = total * moved + tl.sum(w, axis=1)
+        found = tl.dot(w.to(v.dtype), v, found * moved[:, None], input_precision="ieee")
+        top = now
+    row = (bg * part.G + r) * part.COUNT + tl.program_id(0)
+    tl.store(tops + row, top, mask=r < part.G)
+    tl.store(sums + row * (part.P + 1) + part.P, total, mask=r < part.G)
+    tl.store(
+        sums + row[:, None] * (part.P + 1) + e[None], found, mask=(r < part.G)[:, None] & (e < part.P)[None]
+    )  # fmt: skip
+
+
+@triton.jit
+def join_parts(sums, tops, y, lengths, heads, part: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr):
+    """y [B, H, P] of the parts, and one token more of every row. Grid (B · H). COUNTS: COUNT as a power of two."""
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    i, e = tl.arange(0, COUNTS), tl.arange(0, part.E)
+    there = i < part.COUNT
+    top = tl.load(tops + row * part.COUNT + i, mask=there, other=-1e30)
+    share = tl.where(there, tl.exp2(top - tl.max(top, axis=0)), 0.0)
+    at = sums + (row * part.COUNT + i) * (part.P + 1)
+    total = tl.sum(tl.load(at + part.P, mask=there, other=0.0) * share, axis=0)
+    found = tl.load(at[:, None] + e[None], mask=there[:, None] & (e < part.P)[None], other=0.0)
+    found = tl.sum(found * share[:, None], axis=0) / total
+    tl.store(y + row * part.P + e, found.to(y.dtype.element_ty), mask=e < part.P)
+    count = lengths + row // heads + i
+    tl.store(count, tl.load(count, mask=i < 1, other=0) + 1, mask=(i < 1) & (row % heads == 0))

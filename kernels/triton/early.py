@@ -1,0 +1,47 @@
+"""Launches that begin before the kernel before them has ended (CUDA's programmatic dependent launch, Hopper and later).
+
+A decoded token is some hundred short kernels, each of which would wait for the last program of the one before. With
+EARLY a kernel is on the multiprocessors by then. It may read what is older than the launch before it, such as weights,
+and calls `begin` before it reads or writes anything else: that waits for the end of all earlier kernels. Only then is
+the kernel behind it let in. So at most two kernels are on the GPU, and what the first found written is written.
+
+Every program must call `begin`: a kernel of which one did not could end before the kernels before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton, or one without CUDA
+    gdc_launch_dependents = gdc_wait = None
+
+HOPPER = (9, 0)
+GRAPHS = (12, 3)  # CUDA's release since which its graphs keep what such launches depend on
+SHORT = 1056  # most programs: eight for each multiprocessor of an H100 or H200; a longer launch has nothing to gain
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Wait for the kernels before this one, then let the next one in. Does nothing unless EARLY."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def early(device: torch.device, programs: int = 0) -> dict[str, Any]:
+    """The named arguments of a launch of so many programs on this device, whose kernel takes EARLY."""
+    return {"EARLY": True, "launch_pdl": True} if programs <= SHORT and _able(device) else {"EARLY": False}
+
+
+def _able(device: torch.device) -> bool:
+    if gdc_wait is None or triton.knobs.runtime.interpret or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    if tuple(int(x) for x in torch.version.cuda.split(".")[:2]) < GRAPHS or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= HOPPER

@@ -1,0 +1,72 @@
+"""Products of a matrix with the rows of a few tokens, behind a norm, a gate or a sum: what a decoded token consists of.
+
+The matrix is read once for all rows, by programs that each own some of its rows in whole: all its numbers are asked for
+before the kernel that makes x has ended (early.py). Every program makes the norm of x again, which costs less than a
+launch that would make it once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.early import begin
+from dsf.kernels.triton.layer.norm import gate_of
+
+
+@triton.jit
+def _row(of_x, of_gate, weight, more, r, eps, about: tl.constexpr, act: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
+    """What row r is before the product, [G, W] in float32. The first program stores its sum."""
+    GROUPS: tl.constexpr = about[0]
+    GROUP: tl.constexpr = about[1]
+    g = tl.arange(0, G)[:, None]
+    c = tl.arange(0, W)[None, :]
+    ok = (g < GROUPS) & (c < GROUP)
+    at = g * GROUP + c
+    x, x_stride = of_x
+    gate, g_stride = of_gate
+    y = tl.load(x + r * x_stride + at, mask=ok, other=0.0).to(tl.float32)
+    if more is not None:
+        other, o_stride, total = more
+        y += tl.load(other + r * o_stride + at, mask=ok, other=0.0).to(tl.float32)
+        summed = y.to(total.dtype.element_ty)
+        tl.store(total + r * (GROUPS * GROUP) + at, summed, mask=ok & (tl.program_id(0) == 0))
+        y = summed.to(tl.float32)  # the norm is that of what is kept
+    value = tl.full((G, W), 1.0, tl.float32)
+    if gate is not None:
+        value, _ = gate_of(tl.load(gate + r * g_stride + at, mask=ok, other=0.0).to(tl.float32), act[2])
+        if act[1]:
+            y *= value
+    if act[0]:
+        y *= tl.rsqrt(tl.sum(y * y, axis=1) / GROUP + eps)[:, None]
+    if weight is not None:
+        own = at if about[2] > 1 else g * 0 + c
+        y *= tl.load(weight + own, mask=ok, other=0.0).to(tl.float32)
+    if gate is not None and not act[1]:
+        y *= value
+    return y
+
+
+@triton.jit
+def product(
+    of_x, of_gate, weight, matrix, out, more, N, eps, about: tl.constexpr, act: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [ROWS, N] = rows · matrixᵀ, for matrix [N, groups · size] and rows that `norm_forward` would make of x.
+
+    of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
+    the sum [ROWS, ·]). about: (groups, their size, ways: more than 1 where each has weights of its own). act: (norm,
+    gate before the norm, which activation). Grid (N / BN).
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    g = tl.arange(0, G)[:, None]
+    c = tl.arange(0, W)[None, :]
+    ok = (n < N)[:, None, None] & ((g < about[0]) & (c < about[1]))[None, :, :]
+    at = (n * (about[0] * about[1]))[:, None, None] + (g * about[1] + c)[None, :, :]
+    rows = tl.load(matrix + at, mask=ok, other=0.0)
+    begin(EARLY)
+    for r in tl.static_range(ROWS):
+        y = _row(of_x, of_gate, weight, more, r, eps, about, act, G, W)
+        y = y.to(matrix.dtype.element_ty).to(tl.float32)  # as it would be stored
+        found = tl.sum(tl.sum(rows.to(tl.float32) * y[None, :, :], axis=2), axis=1)
+        tl.store(out + r * N + n, found.to(out.dtype.element_ty), mask=n < N)

@@ -1,0 +1,62 @@
+"""Products of a matrix with few rows, behind a norm, a gate or a sum, as operators: one launch, without gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsf.kernels.triton.early import early
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.layer import table
+from dsf.kernels.triton.layer.product import product
+from dsf.kernels.triton.operators import operator
+from dsf.kernels.triton.sizes import power
+
+
+def _rows(x: Tensor, width: int) -> tuple[Tensor, Any]:
+    """(x as [rows, width] with contiguous rows, the stride of a row)."""
+    x = x.reshape(-1, width)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, x.stride(0)
+
+
+def _launch(
+    x: Tensor, matrix: Tensor, gate: Tensor | None, weight: Tensor | None, other: Tensor | None, total: Tensor | None,
+    group: int, norm: bool, first: bool, activation: int, eps: float,
+) -> Tensor:  # fmt: skip
+    outputs, width = matrix.shape
+    inner = width // group
+    ways = 1 if weight is None else weight.numel() // group
+    of_x, nothing = _rows(x, width), (None, 0)
+    count = of_x[0].shape[0]
+    out = x.new_empty(count, outputs, dtype=matrix.dtype)
+    block, warps = table.product(outputs, power(inner) * power(group))
+    launch(
+        product, (-(-outputs // block),), of_x, nothing if gate is None else _rows(gate, width),
+        None if weight is None else weight.contiguous(), matrix, out,
+        None if other is None else (*_rows(other, width), total), outputs, eps, about=(inner, group, ways),
+        act=(norm, first, activation), ROWS=count, BN=block, G=power(inner), W=power(group), num_warps=warps,
+        **early(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _product(x: Tensor, matrix: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    return _launch(x, matrix, gate, weight, None, None, *options)
+
+
+def _added(x: Tensor, other: Tensor, matrix: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, other.dtype))
+    return total, _launch(x, matrix, None, weight, other, total, matrix.shape[1], True, False, 0, eps)
+
+
+row_product = operator(
+    "row_product(Tensor x, Tensor matrix, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, "
+    "int activation, float eps) -> Tensor",
+    _product,
+)
+added_row_product = operator(
+    "added_row_product(Tensor x, Tensor other, Tensor matrix, Tensor? weight, float eps) -> (Tensor, Tensor)", _added
+)

@@ -1,0 +1,53 @@
+"""A token of attention over a cache in fixed memory in Triton's interpreter, against its definition in float64."""
+
+import pytest
+import torch
+from interpreted import interpreted
+
+from dsf.kernels.attention import Filled, KVCache
+from dsf.kernels.fixed_cache import attend, fixed, write
+
+pytestmark = interpreted
+
+# rows' lengths, heads, heads of keys, N, P, places, a window
+CASES = [
+    ((0, 5, 63), 2, 2, 16, 16, 64, None), ((200, 1), 4, 2, 24, 40, 256, None), ((7, 40, 100), 2, 1, 16, 8, 32, 32),
+    ((31, 32), 3, 1, 8, 8, 32, 32),
+]  # fmt: skip
+
+
+def cache_of(lengths, groups, n, p, places, window, dtype):
+    g = torch.Generator().manual_seed(1)
+    held = max(1, min(max(lengths), places))
+    k, v = (torch.randn(len(lengths), groups, held, w, generator=g).to(dtype) for w in (n, p))
+    return fixed(KVCache(k, v, torch.tensor(lengths)), places, window)
+
+
+def copied(cache, kind=None):
+    made = cache.map(lambda x: x.to(x.dtype if kind is None else kind, copy=True))
+    return made._replace(lengths=cache.lengths.clone(), filled=Filled(cache.filled.most))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_five_tokens(case, dtype):
+    from dsf.kernels.triton.attention import step_ops
+
+    lengths, heads, groups, n, p, places, window = case
+    cache = cache_of(lengths, groups, n, p, places, window, dtype)
+    exact, ring = copied(cache, torch.float64), places == window
+    g = torch.Generator().manual_seed(2)
+    for _ in range(5 if ring or max(lengths) + 5 <= places else 1):
+        a, k, v = (torch.randn(len(lengths), h, w + 3, generator=g)[..., None, 3:] for h, w in
+                   ((heads, n), (groups, n), (groups, p)))  # fmt: skip
+        a, k, v = (x.to(dtype) for x in (a, k, v))
+        found = step_ops.attention_step(a, k, v, cache.k, cache.v, cache.bias, cache.lengths, 0.3, ring)
+        wide = [x.double() for x in (a, k, v)]
+        wanted = attend(wide[0], *write(exact, *wide[1:], None, None, window, places), 0.3)
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+        assert ((found.double() - wanted).abs().amax((0, 2, 3)) <= tolerance * wanted.abs().amax((0, 2, 3))).all()
+        assert torch.equal(cache.lengths, exact.lengths)
+        assert all(
+            torch.equal(x.double(), y) for x, y in zip(cache[:2] + cache[3:4], exact[:2] + exact[3:4], strict=True)
+        )

@@ -1,0 +1,118 @@
+"""Products of a matrix with few rows in Triton's interpreter, against their definition in float64."""
+
+import pytest
+import torch
+from interpreted import interpreted
+from test_triton_layer_norm import definition
+
+from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.product import ROWS, few, linear
+
+pytestmark = interpreted
+
+# shape of x, outputs
+SHAPES = [((1, 1, 48), 7), ((3, 1, 40), 130), ((2, 1, 20), 1), ((1, 4, 33), 64), ((1, 520), 19)]
+
+
+def drawn(*shapes, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=g) for shape in shapes]
+
+
+def apart(x):
+    """x with a gap between its rows, as parts of a projection lie."""
+    return torch.cat([torch.full((*x.shape[:-1], 5), torch.nan), x], -1)[..., 5:]
+
+
+def assert_near(found, wanted, tolerance=1e-5):
+    """Row by row, and output by output."""
+    assert found.shape == wanted.shape
+    assert ((found.double() - wanted).abs() <= tolerance * wanted.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.fixture
+def launched(counting):
+    """Calls of the launch so far."""
+    from dsf.kernels.triton.layer import product_ops
+
+    return counting(product_ops, "_launch")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape, outputs", SHAPES, ids=str)
+def test_a_product_alone(shape, outputs, launched):
+    x, matrix = drawn(shape, (outputs, shape[-1]))
+    for _ in range(3):  # the third call is a remembered one
+        assert_near(linear(apart(x), matrix, "triton"), x.double() @ matrix.double().T)
+    assert launched == [1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("with_gate", [False, True])
+def test_behind_a_norm(with_gate, groups, first, launched):
+    x, weight, gate, matrix = drawn((2, 1, 40), (40,), (2, 1, 40), (11, 40))
+    found = gated_rms_norm(x, weight, apart(gate) if with_gate else None, groups, first, backend="triton", then=matrix)
+    given = [y.double() for y in (x, weight, gate)]
+    wanted = definition(*given[:2], given[2] if with_gate else None, groups, first, "silu") @ matrix.double().T
+    assert_near(found, wanted)
+    assert launched == [1]
+
+
+@torch.no_grad()
+def test_behind_a_norm_of_heads(launched):
+    x, weight, gate, matrix = drawn((2, 1, 3, 24), (24,), (2, 1, 3, 24), (5, 72))
+    found = gated_rms_norm(x, weight, gate, activation="sigmoid", backend="triton", then=matrix)
+    normal = definition(x.double(), weight.double(), gate.double(), 1, False, "sigmoid")
+    assert_near(found, normal.flatten(2) @ matrix.double().T)
+    assert launched == [1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_behind_a_gate(activation, launched):
+    x, gate, matrix = drawn((1, 1, 72), (1, 1, 72), (33, 72))
+    found = gated(apart(x), apart(gate), activation, "triton", then=matrix)
+    wanted = definition(x.double(), None, gate.double(), 1, False, activation, norm=False) @ matrix.double().T
+    assert_near(found, wanted)
+    assert launched == [1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("outputs", [3, 700])  # one program, and several, of which one stores the sum
+def test_behind_the_norm_of_a_sum(outputs, launched, monkeypatch):
+    from dsf.kernels.triton.layer import table
+
+    monkeypatch.setattr(table, "product", lambda *_: (16, 4))
+    x, other, weight, matrix = drawn((3, 1, 40), (3, 1, 40), (40,), (outputs, 40))
+    total, found = added_rms_norm(apart(x), other, weight, backend="triton", then=matrix)
+    assert torch.equal(total, x + other)
+    assert_near(found, definition((x + other).double(), weight.double(), None, 1, False, "silu") @ matrix.double().T)
+    assert launched == [1]
+
+
+@torch.no_grad()
+def test_bfloat16_rounds_what_the_launches_apart_round():
+    x, other, weight, matrix = (y.bfloat16() for y in drawn((2, 1, 64), (2, 1, 64), (64,), (50, 64)))
+    total, found = added_rms_norm(x, other, weight, backend="triton", then=matrix)
+    kept, normal = added_rms_norm(x, other, weight, backend="triton")
+    assert torch.equal(total, kept)
+    assert_near(found, normal.double() @ matrix.double().T, 2**-8)
+
+
+@torch.no_grad()
+def test_other_calls_go_the_way_that_they_went(launched):
+    x, matrix = drawn((ROWS + 1, 1, 16), (8, 16))
+    wanted = x.double() @ matrix.double().T
+    assert_near(linear(x, matrix, "triton"), wanted)  # too many rows
+    with torch.enable_grad():
+        weighed = matrix.clone().requires_grad_()
+        y = linear(x[:1], weighed, "triton")
+        assert_near(y, wanted[:1])
+        assert torch.autograd.grad(y.sum(), weighed)[0] is not None
+    assert_near(linear(x[:1].double(), matrix.double(), "triton"), wanted[:1])
+    assert not few(x[:1], matrix.T.contiguous().T)  # the columns are contiguous, not the rows
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not few(x[:1], matrix)
+    assert launched == [0]
