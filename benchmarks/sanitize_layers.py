@@ -58,19 +58,20 @@ def products(x, gate, weight, matrix):
 
 
 @torch.no_grad()
-def attention_tokens(a, k, v, before):
+def attention_tokens(a, k, v, before, log):
     """Two tokens of attention in place, into a memory with room and into a window's. before: keys and values."""
     found, exact = {}, a.dtype == torch.float64
-    for name, places in (("room", 80), ("window", 40)):
+    for name, places, decay in (("room", 80, None), ("window", 40, None), ("decays", 80, -log.abs())):
         lengths = torch.tensor([37, 52 if places == 40 else 40], device=a.device)
-        cache = fixed(KVCache(before, before, lengths), places, 40 if places == 40 else None)
+        bias = None if decay is None else decay * torch.arange(40, 0, -1, device=a.device)
+        cache = fixed(KVCache(before, before, lengths, bias), places, 40 if places == 40 else None)
         kept = cache.k, cache.v, cache.bias, cache.lengths
         for t in range(2):
             token = [x[:, :, t : t + 1] for x in (a, k, v)]
             if exact:
-                y = attend(token[0], *write(cache, *token[1:], None, None, 40, places), 0.3)
+                y = attend(token[0], *write(cache, *token[1:], decay, decay, 40, places), 0.3)
             else:
-                y = attention_step(*token, *kept, 0.3, places == 40)
+                y = attention_step(*token, decay, decay, *kept, 0.3, places == 40)
         found |= {name: y, f"{name}, keys": cache.k, f"{name}, values": cache.v}
     return found
 
@@ -218,7 +219,7 @@ LAYERS = {
     "layer-norm": shaped(norms, (2, 37, 40), (40,), (2, 37, 40)),
     "layer-convolution": shaped(convolutions, (1, 37, 40), (40, 4), (40,), (3, 40, 3)),
     "layer-products": shaped(products, (2, 1, 40), (2, 1, 40), (40,), (9, 40)),
-    "attention-tokens": shaped(attention_tokens, (2, 4, 2, 24), *[(2, 2, 2, 24)] * 2, (2, 2, 40, 24)),
+    "attention-tokens": shaped(attention_tokens, (2, 4, 2, 24), *[(2, 2, 2, 24)] * 2, (2, 2, 40, 24), (2, 4, 1)),
     "layer-rotary": shaped(turned, (2, 37, 3, 40), (2, 37, 1, 40)),
     "layer-mixture": shaped(mixtures, (2, 37, 40), (2, 37, 40), (40,)),
     "layer-readout": shaped(readouts, *[(2, 37, 3, 40)] * 3, (3, 40)),

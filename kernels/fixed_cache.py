@@ -104,29 +104,38 @@ def write(
     return found
 
 
-def step(cache: KVCache, a: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, places: int) -> Tensor:
-    """`write` of a token without decays, and `attend` of its queries a [B, H, 1, N]; on a GPU two launches of one
-    operator, which read no more places than there are tokens."""
-    if not _on_kernels(cache, a, k, v):
-        return attend(a, *write(cache, k, v, None, None, window, places), scale)
+def step(
+    cache: KVCache, a: Tensor, k: Tensor, v: Tensor, log: Tensor | None, gain: Tensor | None, scale: float,
+    window: int | None, places: int,
+) -> Tensor:  # fmt: skip
+    """`write` of a token, and `attend` of its queries a [B, H, 1, N]; on a GPU two launches of one operator, which read
+    no more places than there are tokens."""
+    if not on_kernels(cache, a, k, v):
+        return attend(a, *write(cache, k, v, log, gain, window, places), scale)
     from dsf.kernels.triton.attention.step_ops import attention_step
 
-    assert cache.filled is not None
+    assert cache.filled is not None and cache.bias is not None
+    (batch, heads, _), groups = cache.bias.shape, cache.k.shape[1]
+    if log is not None and heads == 1 < groups:  # which one program would write and others read
+        cache.bias.add_(log)
+        log = None
+    log, gain = (None if x is None else x.expand(batch, heads, 1) for x in (log, gain))
     kept = cache.k, cache.v, cache.bias, cache.lengths
-    y: Tensor = attention_step(a, k, v, *kept, scale, cache.k.shape[2] == window)
+    y: Tensor = attention_step(a, k, v, log, gain, *kept, scale, cache.k.shape[2] == window)
     cache.filled.most += 1
     return y
 
 
-def _on_kernels(cache: KVCache, *given: Tensor) -> bool:
+def on_kernels(cache: KVCache, a: Tensor, *given: Tensor) -> bool:
     """Whether the kernels take these queries, key and value."""
     assert cache.bias is not None
     if not (cache.k.is_cuda and TRITON) or torch.compiler.is_compiling() or not cache.k.numel():
         return False
-    kinds = {x.dtype for x in (cache.k, cache.v, *given)}
+    kinds = {x.dtype for x in (cache.k, cache.v, a, *given)}
     shaped = cache.k.shape[1] == cache.v.shape[1] and max(cache.k.shape[3], cache.v.shape[3]) <= WIDEST
     whole = all(x.is_contiguous() for x in (cache.k, cache.v, cache.bias, cache.lengths))
-    return shaped and whole and len(kinds) == 1 and kinds <= KINDS and cache.bias.shape[1] == 1
+    biased = cache.bias.shape[1] in (1, cache.k.shape[1], a.shape[1])
+    return shaped and whole and biased and len(kinds) == 1 and kinds <= KINDS
 
 
 def attend(a: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:

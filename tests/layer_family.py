@@ -67,9 +67,10 @@ def attention_step():
     from dsf.kernels.triton.attention.step_ops import attention_step as step
 
     lengths = torch.empty(2, dtype=torch.int64, device="meta")
-    for window in (False, True):
-        kept = tensor(2, 2, 128, 64), tensor(2, 2, 128, 64), tensor(2, 1, 128), lengths
-        step(tensor(2, 4, 1, 64), tensor(2, 2, 1, 64), tensor(2, 2, 1, 64), *kept, 0.125, window)
+    for window, heads in ((False, 1), (True, 2), (False, 4)):
+        log = None if heads == 1 else torch.empty(2, heads, 1, device="meta")
+        kept = tensor(2, 2, 128, 64), tensor(2, 2, 128, 64), tensor(2, heads, 128), lengths
+        step(tensor(2, 4, 1, 64), tensor(2, 2, 1, 64), tensor(2, 2, 1, 64), log, log, *kept, 0.125, window)
 
 
 def early(call):

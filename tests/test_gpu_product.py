@@ -93,7 +93,20 @@ def test_no_launch_reads_before_it_is_written(graph):
         assert all(torch.equal(a, b) for a, b in zip(run(lambda: None), expected, strict=True))
 
 
-MIXERS = ["gated_deltanet", "softmax_attention", "s6", "ssd", "mlstm", "rg_lru", "rwkv7", "mamba3", "linear_attention"]
+MIXERS = [
+    "gated_deltanet",
+    "softmax_attention",
+    "fox",
+    "alibi",
+    "sliding_window_attention",
+    "s6",
+    "ssd",
+    "mlstm",
+    "rg_lru",
+    "rwkv7",
+    "mamba3",
+    "linear_attention",
+]
 
 
 @torch.no_grad()
@@ -135,7 +148,7 @@ def test_attention_of_a_token(heads, groups, width, window, dtype):
     exact = cache.map(lambda x: x.double())._replace(lengths=lengths.clone(), filled=Filled(700))
     for _ in range(5):
         a, *own = drawn(dtype, (4, heads, 1, width), (4, groups, 1, width), (4, groups, 1, width))
-        found = step(cache, a, *own, width**-0.5, window, places)
+        found = step(cache, a, *own, None, None, width**-0.5, window, places)
         kept = write(exact, *(x.double() for x in own), None, None, window, places)
         wanted = attend(a.double(), *kept, width**-0.5)
         apart = (found.double() - wanted).abs().amax(-1)
@@ -149,7 +162,7 @@ from dsf.kernels.attention import KVCache
 from dsf.kernels.fixed_cache import fixed, step
 x = torch.randn(1, 1, 64, 16, device="cuda")
 cache = fixed(KVCache(x, x, torch.tensor([64], device="cuda")), 64, None)
-print(step(cache, *[torch.randn(1, 1, 1, 16, device="cuda")] * 3, 1.0, None, 64).sum().item())
+print(step(cache, *[torch.randn(1, 1, 1, 16, device="cuda")] * 3, None, None, 1.0, None, 64).sum().item())
 """
 
 

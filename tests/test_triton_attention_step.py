@@ -16,11 +16,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def cache_of(lengths, groups, n, p, places, window, dtype):
+def cache_of(lengths, groups, n, p, places, window, dtype, biased=0):
+    """biased: heads of biases, 0 for none."""
     g = torch.Generator().manual_seed(1)
     held = max(1, min(max(lengths), places))
     k, v = (torch.randn(len(lengths), groups, held, w, generator=g).to(dtype) for w in (n, p))
-    return fixed(KVCache(k, v, torch.tensor(lengths)), places, window)
+    bias = -torch.rand(len(lengths), biased, held, generator=g) if biased else None
+    return fixed(KVCache(k, v, torch.tensor(lengths), bias), places, window)
 
 
 def copied(cache, kind=None):
@@ -31,23 +33,27 @@ def copied(cache, kind=None):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_five_tokens(case, dtype):
+@pytest.mark.parametrize("decays", ["none", "keys", "queries", "gains"])
+def test_five_tokens(decays, case, dtype):
     from dsf.kernels.triton.attention import step_ops
 
     lengths, heads, groups, n, p, places, window = case
-    cache = cache_of(lengths, groups, n, p, places, window, dtype)
+    biased = {"none": 0, "keys": groups, "queries": heads, "gains": 1}[decays]
+    cache = cache_of(lengths, groups, n, p, places, window, dtype, biased)
     exact, ring = copied(cache, torch.float64), places == window
     g = torch.Generator().manual_seed(2)
     for _ in range(5 if ring or max(lengths) + 5 <= places else 1):
         a, k, v = (torch.randn(len(lengths), h, w + 3, generator=g)[..., None, 3:] for h, w in
                    ((heads, n), (groups, n), (groups, p)))  # fmt: skip
         a, k, v = (x.to(dtype) for x in (a, k, v))
-        found = step_ops.attention_step(a, k, v, cache.k, cache.v, cache.bias, cache.lengths, 0.3, ring)
-        wide = [x.double() for x in (a, k, v)]
-        wanted = attend(wide[0], *write(exact, *wide[1:], None, None, window, places), 0.3)
+        log, gain = (-torch.rand(len(lengths), max(1, biased), 1, generator=g) for _ in range(2))
+        log, gain = None if decays in ("none", "gains") else log, None if decays in ("none", "keys") else gain
+        kept = cache.k, cache.v, cache.bias, cache.lengths
+        found = step_ops.attention_step(a, k, v, log, gain, *kept, 0.3, ring)
+        wide = [None if x is None else x.double() for x in (a, k, v, log, gain)]
+        wanted = attend(wide[0], *write(exact, *wide[1:], window, places), 0.3)
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7
         assert ((found.double() - wanted).abs().amax((0, 2, 3)) <= tolerance * wanted.abs().amax((0, 2, 3))).all()
         assert torch.equal(cache.lengths, exact.lengths)
-        assert all(
-            torch.equal(x.double(), y) for x, y in zip(cache[:2] + cache[3:4], exact[:2] + exact[3:4], strict=True)
-        )
+        assert torch.equal(cache.k.double(), exact.k) and torch.equal(cache.v.double(), exact.v)
+        assert torch.allclose(cache.bias.double(), exact.bias, rtol=1e-6)

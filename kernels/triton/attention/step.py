@@ -1,8 +1,9 @@
 """One token of attention over a cache in fixed memory: its key and value are written there, and all are read.
 
 A row's used places are cut into parts, a program each; `join_parts` joins what they found and counts the token.
-a: [B, H, N], fresh k [B, HK, N] and v [B, HK, P]; the cache's k [B, HK, S, N], v [B, HK, S, P], bias [B, 1, S], which
-is added to scores, and lengths [B] in int64.
+a: [B, H, N], fresh k [B, HK, N] and v [B, HK, P]; the cache's k [B, HK, S, N], v [B, HK, S, P], bias [B, HB, S], which
+is added to scores, and lengths [B] in int64. log [B, HB]: what is added to the biases of all earlier tokens, the
+logarithm of a decay, or None; gain [B, HB]: the token's own bias, None for 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Token(NamedTuple):
-    """Queries, and the token's key and value, with the strides of sequences and heads; the scale of scores."""
+    """Queries, the token's key and value, with strides of sequences and heads; log, gain; the scale of scores."""
 
     a: Any
     a_batch: Any
@@ -31,6 +32,8 @@ class Token(NamedTuple):
     v: Any
     v_batch: Any
     v_head: Any
+    log: Any
+    gain: Any
     scale: Any
 
 
@@ -45,10 +48,12 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Parts(Config):
-    """HK: heads of keys; G: queries that share one, R: as rows of a tile. C: places of a tile. N, P: widths, D, E:
-    filled up to a power of two. COUNT: parts of a row. RING: a full memory begins again at its first place."""
+    """HK: heads of keys, HB: of biases, which are 1, HK or all; G: queries that share a key, R: as rows of a tile. C:
+    places of a tile. N, P: widths, D, E: filled up to a power of two. COUNT: parts of a row. RING: a full memory begins
+    again at its first place."""
 
     HK: int
+    HB: int
     G: int
     R: int
     C: int
@@ -81,10 +86,19 @@ def attend_parts(x, kept, sums, tops, S, part: tl.constexpr, EARLY: tl.constexpr
         tl.store(keys + place * part.N + d, own.to(kept.k.dtype.element_ty), mask=d < part.N)
         own = tl.load(x.v + b * x.v_batch + g * x.v_head + e, mask=e < part.P, other=0.0)
         tl.store(values + place * part.P + e, own.to(kept.v.dtype.element_ty), mask=e < part.P)
-        tl.store(kept.bias + b * S + place + c * 0, tl.zeros([part.C], kept.bias.dtype.element_ty), mask=(c + g) == 0)
     tl.debug_barrier()  # other threads read the token's key and value
     r = tl.arange(0, part.R)
     head = g * part.G + r
+    if part.HB > part.HK:  # a row of biases for every query
+        of_bias, known = b * part.HB + head[:, None], (r < part.G)[:, None]
+        owned = known
+    else:
+        row = tl.arange(0, 1)[:, None]
+        of_bias, known = b * part.HB + row + (g if part.HB > 1 else 0), row < 1
+        owned = known & ((part.HB > 1) | (g < 1))  # one program writes what all heads share
+    fresh = of_bias.to(tl.float32) * 0.0
+    if x.gain is not None:
+        fresh = tl.load(x.gain + of_bias, mask=known, other=0.0).to(tl.float32)
     at = x.a + b * x.a_batch + head[:, None] * x.a_head + d[None]
     a = tl.load(at, mask=(r < part.G)[:, None] & (d < part.N)[None], other=0.0).to(kept.k.dtype.element_ty)
     top = tl.full([part.R], -1e30, tl.float32)
@@ -95,9 +109,17 @@ def attend_parts(x, kept, sums, tops, S, part: tl.constexpr, EARLY: tl.constexpr
         there = j < high
         k = tl.load(keys + j[:, None] * part.N + d[None], mask=there[:, None] & (d < part.N)[None], other=0.0)
         v = tl.load(values + j[:, None] * part.P + e[None], mask=there[:, None] & (e < part.P)[None], other=0.0)
-        bias = tl.load(kept.bias + b * S + j, mask=there, other=0.0).to(tl.float32)
-        bias = tl.where(j == place, 0.0, bias)  # which another program may not have written yet
-        s = tl.dot(a, tl.trans(k), input_precision="ieee") * (x.scale * LOG2E) + (bias * LOG2E)[None]
+        to = kept.bias + of_bias * S + j[None]
+        bias = tl.load(to, mask=known & there[None], other=0.0).to(tl.float32)
+        if x.log is not None:
+            bias += tl.load(x.log + of_bias, mask=known, other=0.0).to(tl.float32)
+        bias = tl.where((j == place)[None], fresh, bias)  # which another program may not have written yet
+        tl.debug_barrier()  # other threads may have loaded the same biases
+        written = owned & there[None]
+        if x.log is None:
+            written = written & (j == place)[None]
+        tl.store(to, bias.to(kept.bias.dtype.element_ty), mask=written)
+        s = tl.dot(a, tl.trans(k), input_precision="ieee") * (x.scale * LOG2E) + bias * LOG2E
         s = tl.where(there[None], s, -float("inf"))
         now = tl.maximum(top, tl.max(s, axis=1))
         w, moved = tl.exp2(s - now[:, None]), tl.exp2(top - now)

@@ -25,22 +25,24 @@ def _count(rows: int, places: int) -> int:
 
 
 def _step(
-    a: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, bias: Tensor, lengths: Tensor, scale: float,
-    ring: bool,
+    a: Tensor, k: Tensor, v: Tensor, log: Tensor | None, gain: Tensor | None, cache_k: Tensor, cache_v: Tensor,
+    bias: Tensor, lengths: Tensor, scale: float, ring: bool,
 ) -> Tensor:  # fmt: skip
-    """y [B, H, 1, P]. a: [B, H, 1, N], k: [B, HK, 1, N], v: [B, HK, 1, P], any strides of sequences and heads."""
+    """y [B, H, 1, P]. a: [B, H, 1, N], k: [B, HK, 1, N], v: [B, HK, 1, P], any strides of sequences and heads; log,
+    gain: [B, HB, 1], log only with a head of biases for every key or query."""
     (batch, heads), (groups, places, n), p = a.shape[:2], cache_k.shape[1:], v.shape[3]
     a, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (a, k, v))
     count, shared, columns = _count(batch * groups, places), heads // groups, 32 if max(n, p) > 128 else 64
     if cache_k.dtype == torch.float32:
         columns = 16
     widths = n, p, max(16, power(n)), max(16, power(p))
-    part = Parts(groups, shared, max(16, power(shared)), columns, *widths, count, ring)
+    part = Parts(groups, bias.shape[1], shared, max(16, power(shared)), columns, *widths, count, ring)
     sums = a.new_empty(batch, heads, count, p + 1, dtype=torch.float32)
     tops = a.new_empty(batch, heads, count, dtype=torch.float32)
     y = v.new_empty(batch, heads, 1, p)
     (a_batch, a_head), (k_batch, k_head), (v_batch, v_head) = (x.stride()[:2] for x in (a, k, v))
-    token = Token(a, a_batch, a_head, k, k_batch, k_head, v, v_batch, v_head, scale)
+    log, gain = (None if x is None else x.contiguous() for x in (log, gain))
+    token = Token(a, a_batch, a_head, k, k_batch, k_head, v, v_batch, v_head, log, gain, scale)
     launch(
         attend_parts, (count, batch * groups), token, Kept(cache_k, cache_v, bias, lengths), sums, tops, places,
         part=part, num_warps=4, num_stages=2, sanitize_overflow=False, **early(a.device),
@@ -53,7 +55,7 @@ def _step(
 
 
 attention_step = operator(
-    "attention_step_(Tensor a, Tensor k, Tensor v, Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor(c!) bias, "
-    "Tensor(d!) lengths, float scale, bool ring) -> Tensor",
+    "attention_step_(Tensor a, Tensor k, Tensor v, Tensor? log, Tensor? gain, Tensor(a!) cache_k, Tensor(b!) cache_v, "
+    "Tensor(c!) bias, Tensor(d!) lengths, float scale, bool ring) -> Tensor",
     _step,
 )

@@ -32,12 +32,13 @@ def _launch(
     of_x, nothing = _rows(x, width), (None, 0)
     count = of_x[0].shape[0]
     out = x.new_empty(count, outputs, dtype=matrix.dtype)
-    block, warps = table.product(outputs, power(inner) * power(group))
+    held = max(power(group), table.LANES // power(inner))
+    block, warps = table.product(outputs, power(inner) * held)
     launch(
         product, (-(-outputs // block),), of_x, nothing if gate is None else _rows(gate, width),
         None if weight is None else weight.contiguous(), matrix, out,
         None if other is None else (*_rows(other, width), total), outputs, eps, about=(inner, group, ways),
-        act=(norm, first, activation), ROWS=count, BN=block, G=power(inner), W=power(group), num_warps=warps,
+        act=(norm, first, activation), ROWS=count, BN=block, G=power(inner), W=held, num_warps=warps,
         **early(x.device),
     )  # fmt: skip
     return out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dsf.kernels.triton.sizes import power
 
+LANES = 32  # of a warp
 FEW = 16  # programs of a launch that takes as long as one of them
 PROGRAMS = 1056  # fewest programs of a launch: eight for each multiprocessor of an H100 or H200
 
@@ -83,8 +84,9 @@ def mixture(rows: int, channels: int, backward: bool) -> tuple[int, int, int]:
 
 def product(outputs: int, width: int) -> tuple[int, int]:
     """Of a product of few rows with a matrix [outputs, ·] of this padded width: (outputs of a program, warps). Each
-    lane asks for 64 numbers at once, unless that leaves fewer than four programs for each multiprocessor."""
+    lane asks for 64 numbers at once, unless that leaves fewer than four programs for each multiprocessor. No two lanes
+    have the same number of a row, since lanes that have may round a sum differently."""
     block = max(1, 8192 // width)
     while block > 1 and outputs < 512 * block:
         block //= 2
-    return block, 4
+    return block, min(4, width // LANES)
