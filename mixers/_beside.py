@@ -25,7 +25,7 @@ def hooked(module: nn.Module) -> bool:
 
 def plain_weight(module: Any) -> Tensor | None:
     """The weight of a map that only multiplies with it, else None."""
-    if type(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return None
     alone = not hooked(module) and module.bias is None
     return module.weight if alone and type(module.weight) is nn.Parameter else None

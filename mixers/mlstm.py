@@ -63,6 +63,10 @@ class Blocks(Owner):
         super().__init__()
         self.own("weight", partial(normal, std=(2 / (5 * width)) ** 0.5), blocks, width, width)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, channels] -> the same shape."""
+        return torch.einsum("btgi,goi->btgo", x.unflatten(-1, self.weight.shape[:2]), self.weight).flatten(2)
+
     def whole(self, heads: int) -> Tensor:
         """The map of a head's channels as one matrix, zeros between blocks: [H, P, P], inputs first."""
         each = self.weight.unflatten(0, (heads, -1)).permute(0, 3, 2, 1)  # [H, inputs, outputs, blocks]
@@ -72,6 +76,11 @@ class Blocks(Owner):
         """The weight [out, channels] of the map that applies this one first and then one of that weight."""
         rows = weight.unflatten(1, (len(self.weight), -1))
         return torch.einsum("ogj,gji->ogi", rows, self.weight).flatten(1)
+
+
+def _by(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H · P] -> [B, T, H, P]."""
+    return x.unflatten(-1, (heads, -1))
 
 
 def mapped(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
@@ -86,8 +95,7 @@ def mapped(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
 
 def by_block(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
     """`mapped` by products of the blocks."""
-    parts = [torch.einsum("btgi,goi->btgo", x.unflatten(-1, m.weight.shape[:2]), m.weight) for m in maps]
-    return [F.linear(x, gates), *(part.flatten(2).unflatten(-1, (heads, -1)) for part in parts)]
+    return [F.linear(x, gates), *(_by(m(x), heads) for m in maps)]
 
 
 def by_head(x: Tensor, heads: int, gates: Tensor, *maps: Blocks) -> list[Tensor]:
@@ -154,9 +162,9 @@ class Gates(Owner):
         of_q, of_k, of_v = self.weight.chunk(3, dim=1)
         return q.before(of_q) + k.before(of_k), v.before(of_v)
 
-    def forward(self, of_u: Tensor, of_raw: Tensor) -> Tensor:
-        """[B, T, 2 · n_heads], input gates first, from the products with both weights; ranks sum them up (`cut`)."""
-        return of_u + of_raw + self.bias.to(of_u.dtype)
+    def forward(self, products: Tensor) -> Tensor:
+        """[B, T, 2 · n_heads], input gates first, from products with the weight; ranks sum them up (`cut`)."""
+        return products + self.bias.to(products.dtype)
 
 
 def _gate_bias(size: int) -> Tensor:
@@ -223,15 +231,19 @@ class MLSTM(Mixer):
         to.summed(self.down_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        u, *z = self.up_proj(x).split(self.down_proj.in_features, dim=-1)
+        u, *z = product_of(x, self.up_proj).split(self.down_proj.in_features, dim=-1)
         return u, (u, *z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, raw = self.dims[0], side[0]
+        if u.shape[1] == 1 and not torch.is_grad_enabled():  # launches are what a token costs, not copies
+            q, k, v = self.q_proj(u), self.k_proj(u), self.v_proj(raw)
+            i, f = self.gates(F.linear(torch.cat([q, k, v], -1), self.gates.weight)).chunk(2, -1)
+            return {"q": _by(q, heads), "k": _by(k, heads), "v": _by(v, heads), "i": i, "f": f}
         seen, seen_raw = self.gates.before(self.q_proj, self.k_proj, self.v_proj)
         of_u, q, k = mapped(u, heads, seen, self.q_proj, self.k_proj)
         of_raw, v = mapped(raw, heads, seen_raw, self.v_proj)
-        i, f = self.gates(of_u, of_raw).chunk(2, -1)
+        i, f = self.gates(of_u + of_raw).chunk(2, -1)
         return {"q": q, "k": k, "v": v, "i": i, "f": f}
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
