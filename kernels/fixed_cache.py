@@ -111,7 +111,9 @@ def step(
     """`write` of a token, and `attend` of its queries a [B, H, 1, N]; on a GPU two launches of one operator, which read
     no more places than there are tokens."""
     if not on_kernels(cache, a, k, v):
-        return attend(a, *write(cache, k, v, log, gain, window, places), scale)
+        k, v, bias = write(cache, k, v, log, gain, window, places)
+        a, k, v = (x.to(bias.dtype) for x in (a, k, v))
+        return attend(a, k, v, bias, scale)
     from dsf.kernels.triton.attention.step_ops import attention_step
 
     assert cache.filled is not None and cache.bias is not None

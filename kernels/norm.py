@@ -41,9 +41,9 @@ def gated_rms_norm(
 
     then: the weight [out, D] or [out, H · D] of a linear map without bias, of the result's type: what the map makes of
     the result (of the last two axes as one) is returned instead, [..., out]. On a GPU the result is then not kept for
-    gradients; the launch that computes those of x and gate makes it once more; and for few tokens without gradients
-    (dsf.kernels.product) one launch makes both. Raises ValueError for sizes that do not
-    fit and unknown names.
+    gradients; the launch that computes those of x and gate makes it once more. For few tokens without gradients one
+    launch makes the result and the map (dsf.kernels.product). Raises ValueError for sizes that do not fit and unknown
+    names.
     """
     if x.shape[-1] % groups or (weight is not None and weight.shape != x.shape[-1:]):
         sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"

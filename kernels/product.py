@@ -23,6 +23,8 @@ def few(x: Tensor, matrix: Tensor) -> bool:
     width = matrix.shape[1]
     if torch.is_grad_enabled() or not 0 < x.numel() <= ROWS * width <= ROWS * LARGEST:
         return False
+    if x.shape[-1] != width and x.shape[-2:].numel() != width:
+        return False
     fits = x.dtype == matrix.dtype and x.dtype in KINDS and matrix.is_contiguous() and 0 < matrix.numel() < 2**31
     casts = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     return fits and not (casts or torch.compiler.is_compiling() or hasattr(matrix, "device_mesh"))
@@ -38,7 +40,8 @@ def linear(x: Tensor, matrix: Tensor, backend: str = "auto") -> Tensor:
 
     backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto".
     """
-    if not (few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)):
+    taken = few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)
+    if not taken or x.shape[-1] != matrix.shape[1]:
         return F.linear(x, matrix)
     from dsf.kernels.triton.layer.product_ops import row_product
 

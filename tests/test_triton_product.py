@@ -115,4 +115,6 @@ def test_other_calls_go_the_way_that_they_went(launched):
     assert not few(x[:1], matrix.T.contiguous().T)  # the columns are contiguous, not the rows
     with torch.autocast("cpu", torch.bfloat16):
         assert not few(x[:1], matrix)
+    with pytest.raises(RuntimeError):
+        linear(x[:4].reshape(2, 1, 32), matrix, "triton")  # as many numbers as four rows, of another width
     assert launched == [0]

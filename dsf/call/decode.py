@@ -75,14 +75,13 @@ def _overwrite(spec: Spec, bound: Bound, cache: KVCache) -> tuple[Tensor, KVCach
     if not (places == window or is_captured(bound.device)):  # a graph's replays fill the memory further
         places = min(places, fixed_cache.places_for(cache.filled.most + 1, window))
     timed, quotient = timed_inputs(spec, bound), spec.is_softmax and spec.rule is NUM / DEN
-    if quotient and not spec.turns:
+    if quotient and not spec.turns and (cache.k.is_cuda or not decays(spec)):
         a, k, v, scale = fused_operands(spec, bound, timed)
-        if not decays(spec):
-            return fixed_cache.step(cache, a, k, v, None, None, scale, window, places).transpose(1, 2), cache
-        if fixed_cache.on_kernels(cache, a, k, v):
+        log = gain = None
+        if decays(spec):
             x = operands(spec, bound, timed)
             log, gain = (None if y is None else y.to(bound.compute) for y in (x.log, x.gain))
-            return fixed_cache.step(cache, a, k, v, log, gain, scale, window, places).transpose(1, 2), cache
+        return fixed_cache.step(cache, a, k, v, log, gain, scale, window, places).transpose(1, 2), cache
     x = operands(spec, bound, timed)
     s = summed(replace(x, log=None), cache)  # biases are the cache's: no sums of decays
     log = None if x.log is None else x.log.to(bound.compute)
