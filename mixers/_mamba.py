@@ -88,12 +88,14 @@ class MambaBlock(Mixer):
         to.own(self, "A_log", "D")
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        u, *side = self.in_proj(x).split(self.dims[2], dim=-1)
+        u, *side = product_of(x, self.in_proj).split(self.dims[2], dim=-1)
         return u, tuple(side)
 
     def _low_rank(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u [B, T, d_inner] -> the step before its activation [B, T, 1, d_inner], two [B, T, 1, d_state]."""
-        step, first, second = self.x_proj(u).split([self.dt_proj.in_features, self.dims[1], self.dims[1]], dim=-1)
+        step, first, second = product_of(u, self.x_proj).split(
+            [self.dt_proj.in_features, self.dims[1], self.dims[1]], dim=-1
+        )
         return self.dt_proj(step).unsqueeze(2), first.unsqueeze(2), second.unsqueeze(2)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dsf.mixers._beside import lay, outputs
+from dsf.mixers._beside import lay, outputs, product_of
 from dsf.mixers._sizes import Sized
 
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
@@ -103,13 +103,13 @@ class Owner(Sized):
         others' outputs where one product made them all."""
         maps = self.maps_beside()
         found = outputs(x, maps)
-        return (maps[0](x), (x,)) if found is None else (found[0], (x, *found[1:]))
+        return (product_of(x, maps[0]), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def made(self, side: Sequence[Tensor], name: str) -> Tensor:
         """The output of a map. side: from `made_first`."""
         called = getattr(self, name)
         if len(side) == 1 or name not in self.beside:
-            return called(side[0])
+            return product_of(side[0], called)
         return side[[id(x) for x in self.maps_beside()].index(id(called))]
 
 

@@ -105,7 +105,10 @@ class ForgettingAttention(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         else:
             k, v = kv.chunk(2, dim=-1)
-        return {**{name: y.unflatten(-1, (-1, n)) for name, y in (("q", q), ("k", k), ("v", v))}, "f": self.f_proj(x)}
+        return {
+            **{name: y.unflatten(-1, (-1, n)) for name, y in (("q", q), ("k", k), ("v", v))},
+            "f": product_of(x, self.f_proj),
+        }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)

@@ -46,6 +46,7 @@ class LinearAttention(Mixer):
     """
 
     recurrence = linear_attention
+    beside = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -82,10 +83,11 @@ class LinearAttention(Mixer):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, n, p = self.dims
+        q, given = self.made_first(u)
         return {
-            "q": self.q_proj(u).unflatten(-1, (heads, n)) * self.scale,
-            "k": self.k_proj(u).unflatten(-1, (heads, n)),
-            "v": self.v_proj(u).unflatten(-1, (heads, p)),
+            "q": q.unflatten(-1, (heads, n)) * self.scale,
+            "k": self.made(given, "k_proj").unflatten(-1, (heads, n)),
+            "v": self.made(given, "v_proj").unflatten(-1, (heads, p)),
         }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
