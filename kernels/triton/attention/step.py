@@ -99,6 +99,9 @@ def attend_parts(x, kept, sums, tops, S, part: tl.constexpr, EARLY: tl.constexpr
     fresh = of_bias.to(tl.float32) * 0.0
     if x.gain is not None:
         fresh = tl.load(x.gain + of_bias, mask=known, other=0.0).to(tl.float32)
+    if x.log is None:  # else all biases are written below
+        here = kept.bias + of_bias * S + place
+        tl.store(here, fresh.to(kept.bias.dtype.element_ty), mask=owned & (place >= low) & (place < high))
     at = x.a + b * x.a_batch + head[:, None] * x.a_head + d[None]
     a = tl.load(at, mask=(r < part.G)[:, None] & (d < part.N)[None], other=0.0).to(kept.k.dtype.element_ty)
     top = tl.full([part.R], -1e30, tl.float32)
@@ -114,11 +117,9 @@ def attend_parts(x, kept, sums, tops, S, part: tl.constexpr, EARLY: tl.constexpr
         if x.log is not None:
             bias += tl.load(x.log + of_bias, mask=known, other=0.0).to(tl.float32)
         bias = tl.where((j == place)[None], fresh, bias)  # which another program may not have written yet
-        tl.debug_barrier()  # other threads may have loaded the same biases
-        written = owned & there[None]
-        if x.log is None:
-            written = written & (j == place)[None]
-        tl.store(to, bias.to(kept.bias.dtype.element_ty), mask=written)
+        if x.log is not None:
+            tl.debug_barrier()  # other threads may have loaded the same biases
+            tl.store(to, bias.to(kept.bias.dtype.element_ty), mask=owned & there[None])
         s = tl.dot(a, tl.trans(k), input_precision="ieee") * (x.scale * LOG2E) + bias * LOG2E
         s = tl.where(there[None], s, -float("inf"))
         now = tl.maximum(top, tl.max(s, axis=1))
