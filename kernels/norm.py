@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.convolution import TRITON
-from dsf.kernels.product import few
+from dsf.kernels.product import few, older
 
 LARGEST = 16384  # most numbers of a group in the GPU kernels
 ACTIVATIONS = ("silu", "sigmoid", "gelu")  # gelu: by tanh; the kernels know them by their places
@@ -42,8 +42,8 @@ def gated_rms_norm(
     then: the weight [out, D] or [out, H · D] of a linear map without bias, of the result's type: what the map makes of
     the result (of the last two axes as one) is returned instead, [..., out]. On a GPU the result is then not kept for
     gradients; the launch that computes those of x and gate makes it once more. For few tokens without gradients one
-    launch makes the result and the map (dsf.kernels.product). Raises ValueError for sizes that do not fit and unknown
-    names.
+    launch makes the result and the map (dsf.kernels.product), which may read a Parameter before the launch before has
+    ended: that must not write it. Raises ValueError for sizes that do not fit and unknown names.
     """
     if x.shape[-1] % groups or (weight is not None and weight.shape != x.shape[-1:]):
         sizes = "no weight" if weight is None else f"a weight {list(weight.shape)}"
@@ -85,7 +85,7 @@ def added_rms_norm(
         if then is not None and dtype == then.dtype and few(x, then):
             from dsf.kernels.triton.layer.product_ops import added_row_product
 
-            total, mapped = added_row_product(x, other, then, weight, eps)
+            total, mapped = added_row_product(x, other, then, weight, eps, older(then))
             return total, mapped.view(*x.shape[:-1], then.shape[0])
         from dsf.kernels.triton.layer.norm_ops import added_norm
 
@@ -109,7 +109,7 @@ def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor |
     if then is not None and options[-1] == then.dtype and few(x, then):
         from dsf.kernels.triton.layer.product_ops import row_product
 
-        found: Tensor = row_product(x, then, gate, weight, *options[:-1])
+        found: Tensor = row_product(x, then, gate, weight, *options[:-1], older(then))
         kept = x.dim() - (1 if x.shape[-1] == then.shape[1] else 2)
         return found.view(*x.shape[:kept], then.shape[0])
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsf.kernels.convolution import TRITON
 
@@ -30,20 +30,29 @@ def few(x: Tensor, matrix: Tensor) -> bool:
     return fits and not (casts or torch.compiler.is_compiling() or hasattr(matrix, "device_mesh"))
 
 
+def older(matrix: Tensor) -> bool:
+    """Whether a kernel may read a matrix before the launch before it has ended: that of a module, which is not what
+    some other launch has just made."""
+    return isinstance(matrix, nn.Parameter)
+
+
 def takes(x: Tensor, matrix: Tensor) -> bool:
     """`few`, on a GPU."""
     return x.is_cuda and TRITON and few(x, matrix)
 
 
-def linear(x: Tensor, matrix: Tensor, backend: str = "auto") -> Tensor:
+def linear(x: Tensor, matrix: Tensor, backend: str = "auto", ahead: bool = False) -> Tensor:
     """x [..., D] · matrixᵀ for a matrix [out, D]: [..., out]. By the kernel sums are in float32, rounded once.
 
-    backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto".
+    backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto". ahead: the launch
+    before this one does not write the matrix (`older`).
     """
     taken = few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)
     if not taken or x.shape[-1] != matrix.shape[1]:
         return F.linear(x, matrix)
     from dsf.kernels.triton.layer.product_ops import row_product
 
-    found: Tensor = row_product(x, matrix, None, None, matrix.shape[1], False, False, 0, 0.0)
+    found: Tensor = row_product(
+        x, matrix, None, None, matrix.shape[1], False, False, 0, 0.0, ahead and older(matrix)
+    )  # fmt: skip
     return found.view(*x.shape[:-1], matrix.shape[0])

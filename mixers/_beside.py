@@ -66,11 +66,11 @@ def lay_all(model: nn.Module) -> None:
             lay(maps())
 
 
-def outputs(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...] | None:
+def outputs(x: Tensor, maps: Sequence[Any], ahead: bool = False) -> tuple[Tensor, ...] | None:
     """The outputs of all maps of one token x [B, 1, D], by one product; None for other calls, and for weights that do
-    not lie behind each other."""
+    not lie behind each other. ahead: the launch before does not write the weights."""
     whole = whole_of(x, maps)
-    return None if whole is None else parts_of(linear(x, whole), maps)
+    return None if whole is None else parts_of(linear(x, whole, ahead=ahead), maps)
 
 
 def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:
@@ -80,7 +80,8 @@ def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:
     if torch.is_autocast_enabled(x.device.type):  # which keeps casts of parameters, not of this view of several
         return None
     weights = _weights(maps)
-    return _joined(weights) if len(weights) > 1 else None
+    whole = _joined(weights) if len(weights) > 1 else None
+    return None if whole is None else nn.Parameter(whole, requires_grad=False)  # of modules, as their parts are
 
 
 def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -88,10 +89,10 @@ def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
     return made.split([m.weight.shape[0] for m in maps], dim=-1)
 
 
-def product_of(x: Tensor, module: Any) -> Tensor:
-    """module(x); for few tokens on a GPU by the kernel for these."""
+def product_of(x: Tensor, module: Any, ahead: bool = True) -> Tensor:
+    """module(x); for few tokens on a GPU by the kernel for these. ahead: the launch before writes no weights."""
     weight = None if torch.is_grad_enabled() else weight_for(module, x)
-    found: Tensor = module(x) if weight is None else linear(x, weight)
+    found: Tensor = module(x) if weight is None else linear(x, weight, ahead=ahead)
     return found
 
 

@@ -88,7 +88,7 @@ class MambaBlock(Mixer):
         to.own(self, "A_log", "D")
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        u, *side = product_of(x, self.in_proj).split(self.dims[2], dim=-1)
+        u, *side = self.first_map(x, self.in_proj).split(self.dims[2], dim=-1)
         return u, tuple(side)
 
     def _low_rank(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

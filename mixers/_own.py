@@ -24,6 +24,7 @@ class Owner(Sized):
     first (`_sizes.checked`).
     """
 
+    behind = False  # True: what the layer is given comes from a launch of its model, which writes no weights
     beside: tuple[str, ...] = ()  # maps of the same input, whose weights are kept behind each other (`_beside`)
 
     def __init__(self) -> None:
@@ -102,8 +103,12 @@ class Owner(Sized):
         """(the output of the first map named in `beside`, what `made` takes for the others): x alone, or behind it the
         others' outputs where one product made them all."""
         maps = self.maps_beside()
-        found = outputs(x, maps)
-        return (product_of(x, maps[0]), (x,)) if found is None else (found[0], (x, *found[1:]))
+        found = outputs(x, maps, self.behind)
+        return (self.first_map(x, maps[0]), (x,)) if found is None else (found[0], (x, *found[1:]))
+
+    def first_map(self, x: Tensor, module: Any) -> Tensor:
+        """module(x), for x as the layer was given it."""
+        return product_of(x, module, ahead=self.behind)
 
     def made(self, side: Sequence[Tensor], name: str) -> Tensor:
         """The output of a map. side: from `made_first`."""

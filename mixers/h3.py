@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Pair, Param, Scalar, System, Value, exp, zoh
-from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import normal
@@ -68,7 +67,7 @@ class H3(StateSpace):
         to.conv(self.conv1d)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        q, k, v = product_of(x, self.qkv_proj).chunk(3, dim=-1)
+        q, k, v = self.first_map(x, self.qkv_proj).chunk(3, dim=-1)
         return k, (q, v)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

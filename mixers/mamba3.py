@@ -167,7 +167,7 @@ class Mamba3(Mixer):
         to.summed(self.out_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        z, u, *rest = product_of(x, self.in_proj).split(self.widths, dim=-1)
+        z, u, *rest = self.first_map(x, self.in_proj).split(self.widths, dim=-1)
         return u, (z, *rest)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

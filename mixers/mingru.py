@@ -76,7 +76,7 @@ class MinGRU(Mixer):
         to.summed(self.out_proj)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        z, h = product_of(u, self.in_proj).unsqueeze(2).chunk(2, dim=-1)
+        z, h = self.first_map(u, self.in_proj).unsqueeze(2).chunk(2, dim=-1)
         return {"z": z, "h": h}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

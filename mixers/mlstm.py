@@ -231,7 +231,7 @@ class MLSTM(Mixer):
         to.summed(self.down_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        u, *z = product_of(x, self.up_proj).split(self.down_proj.in_features, dim=-1)
+        u, *z = self.first_map(x, self.up_proj).split(self.down_proj.in_features, dim=-1)
         return u, (u, *z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

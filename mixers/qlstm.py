@@ -87,7 +87,7 @@ class QLSTM(Mixer):
         to.summed(self.out_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        *side, u = product_of(x, self.in_proj).split(self.dims[2], dim=-1)
+        *side, u = self.first_map(x, self.in_proj).split(self.dims[2], dim=-1)
         return u, tuple(side)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

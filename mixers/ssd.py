@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import dsf
 from dsf import Key, Param, Recurrence, Scalar, System, Value, exp, maximum, minimum, softplus
 from dsf.language.errors import InputError
-from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv, heads_of, split_heads
 from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
@@ -113,7 +112,7 @@ class SSD(Mixer):
         to.summed(self.out_proj)
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        z, u, dt = product_of(x, self.in_proj).split(self.widths, dim=-1)
+        z, u, dt = self.first_map(x, self.in_proj).split(self.widths, dim=-1)
         return u, (dt, z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from dsf.kernels.attention import Filled, KVCache
 from dsf.kernels.convolution import Piece, short_convolution_step
@@ -42,6 +43,7 @@ def test_products_behind_everything(width, outputs, rows, dtype):
     silu = g * torch.sigmoid(g)
     for _ in range(3):
         assert_near(linear(x, matrix), a, wide, dtype)
+        assert torch.equal(linear(x, nn.Parameter(matrix, False), ahead=True), linear(x, matrix))
         assert_near(gated(x, gate, then=matrix), a * silu, wide, dtype)
         assert_near(gated_rms_norm(x, weight, gate, then=matrix), normal(a) * silu, wide, dtype)
         total, found = added_rms_norm(x, gate, weight, then=matrix)
@@ -54,7 +56,7 @@ def test_products_behind_everything(width, outputs, rows, dtype):
 def test_no_launch_reads_before_it_is_written(graph):
     """A chain of short launches gives the bits that it gives where each has ended before the next begins."""
     width, pieces = 512, [Piece(256, 64), Piece(256)]
-    squares = [m / width**0.5 for m in drawn(torch.bfloat16, *[(width, width)] * 24)]
+    squares = [nn.Parameter(m / width**0.5, False) for m in drawn(torch.bfloat16, *[(width, width)] * 24)]
     taps, weight = (m.bfloat16() for m in (torch.randn(width, 4, device="cuda"), torch.ones(width, device="cuda")))
     window = torch.randn(1, width, 3, device="cuda").bfloat16()
     token, start = torch.empty(1, 1, width, device="cuda", dtype=torch.bfloat16), torch.randn(width, device="cuda")
@@ -66,7 +68,7 @@ def test_no_launch_reads_before_it_is_written(graph):
             wait()
             ys, state = short_convolution_step(y, taps, None, state, None, pieces, True)
             wait()
-            late = linear(torch.cat(ys, -1), m)
+            late = linear(torch.cat(ys, -1), m, ahead=True)
             wait()
             x, y = added_rms_norm(x, late, weight, then=m)
             wait()

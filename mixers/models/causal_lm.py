@@ -63,6 +63,7 @@ class Block(nn.Module):
         self.index = index
         self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixer = build_mixer(config, config.layer_mixers[index], index)
+        self.mixer.behind = True
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
         self.gradient_checkpointing = False

@@ -67,8 +67,8 @@ class Parts(Config):
 
 @triton.jit(debug=True)  # for its assertion; the launch leaves out those of overflows
 def attend_parts(x, kept, sums, tops, S, part: tl.constexpr, EARLY: tl.constexpr):
-    """sums [B, H, COUNT, P + 1]: of weights times values, and of weights, in parts of the mean that their largest score
-    (tops [B, H, COUNT], in exponents of 2) leaves. Grid (COUNT, B · HK). Asserts that the token has a place."""
+    """tops [B, H, COUNT]: the largest score of each part, as an exponent of 2; sums [B, H, COUNT, P + 1]: its weights
+    times values, and its weights, over 2 to that power. Grid (COUNT, B · HK). Asserts that the token has a place."""
     begin(EARLY)
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // part.HK, bg % part.HK

@@ -263,9 +263,9 @@ def convolve_step(
     ok = c0 + lane < width
     c = low + c0 + lane
     own = i_b * C * (K - 1)
-    taps, added = taps_of(weight, bias, c, ok, K)
     begin(EARLY)
     past = first_before(start_of(state, i_b, C * (K - 1)), c, ok, K)
+    taps, added = taps_of(weight, bias, c, ok, K)
     now = tl.load(x + i_b * batch_stride + c, mask=ok, other=0.0).to(tl.float32)
     u = activated(convolved(now, past, taps, added), about[3])
     if HEAD > 0:

@@ -50,21 +50,25 @@ def _row(of_x, of_gate, weight, more, r, eps, about: tl.constexpr, act: tl.const
 @triton.jit
 def product(
     of_x, of_gate, weight, matrix, out, more, N, eps, about: tl.constexpr, act: tl.constexpr, ROWS: tl.constexpr,
-    BN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, N] = rows · matrixᵀ, for matrix [N, groups · size] and rows that `norm_forward` would make of x.
 
     of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
     the sum [ROWS, ·]). about: (groups, their size, ways: more than 1 where each has weights of its own). act: (norm,
-    gate before the norm, which activation). Grid (N / BN).
+    gate before the norm, which activation). AHEAD: the matrix is older than the launch before. Grid (N / BN).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.arange(0, G)[:, None]
     c = tl.arange(0, W)[None, :]
     ok = (n < N)[:, None, None] & ((g < about[0]) & (c < about[1]))[None, :, :]
     at = (n * (about[0] * about[1]))[:, None, None] + (g * about[1] + c)[None, :, :]
-    rows = tl.load(matrix + at, mask=ok, other=0.0)
-    begin(EARLY)
+    if AHEAD:
+        rows = tl.load(matrix + at, mask=ok, other=0.0)
+        begin(EARLY)
+    else:
+        begin(EARLY)
+        rows = tl.load(matrix + at, mask=ok, other=0.0)
     for r in tl.static_range(ROWS):
         y = _row(of_x, of_gate, weight, more, r, eps, about, act, G, W)
         y = y.to(matrix.dtype.element_ty).to(tl.float32)  # as it would be stored
