@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dsf.mixers._beside import lay, outputs, product_of
+from dsf.mixers._beside import hooked, lay, outputs, product_of
 from dsf.mixers._sizes import Sized
 
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
@@ -103,12 +103,16 @@ class Owner(Sized):
         """(the output of the first map named in `beside`, what `made` takes for the others): x alone, or behind it the
         others' outputs where one product made them all."""
         maps = self.maps_beside()
-        found = outputs(x, maps, self.behind)
+        found = outputs(x, maps, self._reads_ahead())
         return (self.first_map(x, maps[0]), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def first_map(self, x: Tensor, module: Any) -> Tensor:
         """module(x), for x as the layer was given it."""
-        return product_of(x, module, ahead=self.behind)
+        return product_of(x, module, ahead=self._reads_ahead())
+
+    def _reads_ahead(self) -> bool:
+        """Whether the launch before the layer writes none of its weights; hooks (FSDP's) may gather them just then."""
+        return self.behind and not hooked(self)
 
     def made(self, side: Sequence[Tensor], name: str) -> Tensor:
         """The output of a map. side: from `made_first`."""

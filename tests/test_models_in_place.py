@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dsf
 from dsf import mixers
 from dsf.call import decode
+from dsf.mixers import GatedDeltaNet, _beside
 from dsf.mixers.models import sampling
 from dsf.mixers.models.states import ModelState, mapped, tensors_of
 from dsf.models import CausalLM, ModelConfig
@@ -314,3 +315,23 @@ def test_a_static_cache_is_overwritten_where_it_goes_on_alone():
     after = [x for layer in cache.layers for x in tensors_of(layer.state)]
     assert all(x is y for x, y in zip(held, after, strict=True))
     assert not torch.equal(held[1], kept[1])
+
+
+@torch.no_grad()
+def test_weights_are_read_ahead_only_behind_a_launch_of_the_model(monkeypatch):
+    """A layer that is called by itself, or whose weights a hook may gather, waits for the launch before."""
+    seen = []
+
+    def linear(x, matrix, ahead=False):
+        seen.append(ahead)
+        return torch.nn.functional.linear(x, matrix)
+
+    monkeypatch.setattr(_beside, "linear", linear)
+    GatedDeltaNet(32, n_heads=2).step(torch.randn(1, 32))
+    assert seen and not any(seen)
+    model = CausalLM(ModelConfig(vocab_size=11, d_model=32, n_layers=1, mixers=["gated_deltanet"]))
+    for hooked in (False, True):
+        seen.clear()
+        model.step(torch.tensor([3]), model(torch.tensor([[1, 2]])).state)
+        assert seen[0] is not hooked
+        model.model.layers[0].mixer.register_forward_pre_hook(lambda *_: None)
