@@ -81,7 +81,8 @@ def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:
         return None
     weights = _weights(maps)
     whole = _joined(weights) if len(weights) > 1 else None
-    return None if whole is None else nn.Parameter(whole, requires_grad=False)  # of modules, as their parts are
+    # of modules, as its parts are, and with their requires_grad, by which torch chooses how to multiply
+    return None if whole is None else nn.Parameter(whole, whole.requires_grad)
 
 
 def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
