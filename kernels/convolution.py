@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 8  # most taps of the GPU kernels
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels of layers take
 TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -155,7 +156,7 @@ def _chosen(x: Tensor, weight: Tensor, backend: str, pieces: tuple[Piece, ...]) 
     if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
         return False
     taps, heads = weight.shape[-1], {p.head for p in pieces} - {0}
-    fits = 2 <= taps <= LARGEST and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.numel() > 0
+    fits = 2 <= taps <= LARGEST and x.dtype in KINDS and x.numel() > 0
     fits = fits and all(h & (h - 1) == 0 and h <= 512 for h in heads) and len(heads) < 2
     if not fits and backend == "triton":
         raise ValueError(

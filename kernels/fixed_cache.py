@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.attention import LEAST_ROOM, Filled, KVCache, spread_heads
-from dsf.kernels.convolution import TRITON
+from dsf.kernels.convolution import KINDS, TRITON
 from dsf.kernels.scores import Read, grouped_product
 
 WIDEST = 256  # most numbers of a key or value in the kernels
-KINDS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def places_for(tokens: int, window: int | None) -> int:
@@ -137,7 +136,7 @@ def on_kernels(cache: KVCache, a: Tensor, *given: Tensor) -> bool:
     shaped = cache.k.shape[1] == cache.v.shape[1] and max(cache.k.shape[3], cache.v.shape[3]) <= WIDEST
     whole = all(x.is_contiguous() for x in (cache.k, cache.v, cache.bias, cache.lengths))
     biased = cache.bias.shape[1] in (1, cache.k.shape[1], a.shape[1])
-    return shaped and whole and biased and len(kinds) == 1 and kinds <= KINDS
+    return shaped and whole and biased and len(kinds) == 1 and kinds <= set(KINDS)
 
 
 def attend(a: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsf.kernels.convolution import TRITON
+from dsf.kernels.convolution import KINDS, TRITON
 
 LARGEST = 8  # most mixtures of the GPU kernels
 
@@ -45,8 +45,8 @@ def _chosen(x: Tensor, other: Tensor, shares: Sequence[Tensor], more: Tensor | N
         raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
     if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
         return False
-    kinds, fused = {s.dtype for s in shares}, (torch.float32, torch.bfloat16, torch.float16)
-    fits = x.dtype == other.dtype and len(kinds) == 1 and {x.dtype, *kinds} <= set(fused)
+    kinds = {s.dtype for s in shares}
+    fits = x.dtype == other.dtype and len(kinds) == 1 and {x.dtype, *kinds} <= set(KINDS)
     fits = fits and len(shares) <= LARGEST and x.numel() > 0 and (more is None or more.dtype == x.dtype)
     if not fits and backend == "triton":
         raise ValueError(

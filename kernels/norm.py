@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsf.kernels.convolution import TRITON
+from dsf.kernels.convolution import KINDS, TRITON
 from dsf.kernels.product import few, older
 
 LARGEST = 16384  # most numbers of a group in the GPU kernels
@@ -110,8 +110,7 @@ def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor |
         from dsf.kernels.triton.layer.product_ops import row_product
 
         found: Tensor = row_product(x, then, gate, weight, *options[:-1], older(then))
-        kept = x.dim() - (1 if x.shape[-1] == then.shape[1] else 2)
-        return found.view(*x.shape[:kept], then.shape[0])
+        return found.view(*x.shape[: -1 if x.shape[-1] == then.shape[1] else -2], then.shape[0])
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
 
     given = (x, gate, weight)
@@ -144,7 +143,7 @@ def _chosen(x: Tensor, gate: Tensor | None, activation: str, backend: str, size:
         return False
     kinds = [x.dtype] if gate is None else [x.dtype, gate.dtype]
     fits = size <= LARGEST and x.numel() > 0
-    fits = fits and all(k in (torch.float32, torch.bfloat16, torch.float16) for k in kinds)
+    fits = fits and all(k in KINDS for k in kinds)
     if not fits and backend == "triton":
         raise ValueError(
             f"the fused norm takes float32, bfloat16 or float16 and groups of at most {LARGEST}; got {kinds}, {size}"

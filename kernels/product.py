@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsf.kernels.convolution import TRITON
+from dsf.kernels.convolution import KINDS, TRITON
 
 ROWS = 4  # most rows; for more, products by tensor cores are faster
 LARGEST = 16384  # most numbers of a row
-KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def few(x: Tensor, matrix: Tensor) -> bool:

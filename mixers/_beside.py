@@ -92,7 +92,7 @@ def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
 
 def product_of(x: Tensor, module: Any, ahead: bool = True) -> Tensor:
     """module(x); for few tokens on a GPU by the kernel for these. ahead: the launch before writes no weights."""
-    weight = None if torch.is_grad_enabled() else weight_for(module, x)
+    weight = plain_weight(module) if x.is_cuda and not torch.is_grad_enabled() else None
     found: Tensor = module(x) if weight is None else linear(x, weight, ahead=ahead)
     return found
 

@@ -13,6 +13,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 LAYERS = (
     "layer-norm",
     "layer-convolution",
+    "layer-products",
+    "attention-tokens",
     "impulse-responses",
     "time-invariant",
     "long-convolution",

@@ -5,7 +5,7 @@ import torch
 from interpreted import interpreted
 
 from dsf.kernels.attention import Filled, KVCache
-from dsf.kernels.fixed_cache import attend, fixed, write
+from dsf.kernels.fixed_cache import attend, fixed, step, write
 
 pytestmark = interpreted
 
@@ -40,7 +40,7 @@ def test_five_tokens(decays, case, dtype):
     lengths, heads, groups, n, p, places, window = case
     biased = {"none": 0, "keys": groups, "queries": heads, "gains": 1}[decays]
     cache = cache_of(lengths, groups, n, p, places, window, dtype, biased)
-    exact, ring = copied(cache, torch.float64), places == window
+    exact, by_torch, ring = copied(cache, torch.float64), copied(cache), places == window
     g = torch.Generator().manual_seed(2)
     for _ in range(5 if ring or max(lengths) + 5 <= places else 1):
         a, k, v = (torch.randn(len(lengths), h, w + 3, generator=g)[..., None, 3:] for h, w in
@@ -52,8 +52,10 @@ def test_five_tokens(decays, case, dtype):
         found = step_ops.attention_step(a, k, v, log, gain, *kept, 0.3, ring)
         wide = [None if x is None else x.double() for x in (a, k, v, log, gain)]
         wanted = attend(wide[0], *write(exact, *wide[1:], window, places), 0.3)
+        other = step(by_torch, a, k, v, log, gain, 0.3, window, places)
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7
         assert ((found.double() - wanted).abs().amax((0, 2, 3)) <= tolerance * wanted.abs().amax((0, 2, 3))).all()
+        assert ((other.double() - wanted).abs().amax((0, 2, 3)) <= tolerance * wanted.abs().amax((0, 2, 3))).all()
         assert torch.equal(cache.lengths, exact.lengths)
         assert torch.equal(cache.k.double(), exact.k) and torch.equal(cache.v.double(), exact.v)
         assert torch.allclose(cache.bias.double(), exact.bias, rtol=1e-6)

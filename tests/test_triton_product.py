@@ -80,6 +80,20 @@ def test_behind_a_gate(activation, launched):
 
 
 @torch.no_grad()
+def test_of_one_tensor_twice(launched):
+    x, weight, matrix = drawn((2, 1, 40), (40,), (9, 40))
+    wide = matrix.double().T
+    given, own = x.double(), weight.double()
+    assert_near(
+        gated(x, x, backend="triton", then=matrix), definition(given, None, given, 1, False, "silu", norm=False) @ wide
+    )
+    total, found = added_rms_norm(x, x, weight, backend="triton", then=matrix)
+    assert torch.equal(total, 2 * x)
+    assert_near(found, definition(2 * given, own, None, 1, False, "silu") @ wide)
+    assert launched == [2]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("outputs", [3, 700])  # one program, and several, of which one stores the sum
 def test_behind_the_norm_of_a_sum(outputs, launched, monkeypatch):
     from dsf.kernels.triton.layer import table

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from dsf.call.bind import Sizes
 from dsf.kernels.attention import spread_heads
+from dsf.kernels.fixed_cache import WIDEST
 from dsf.language.spec import Spec
-
-WIDEST = 256
 
 
 def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:

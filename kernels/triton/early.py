@@ -35,7 +35,8 @@ def begin(EARLY: tl.constexpr):
 
 
 def early(device: torch.device, programs: int = 0) -> dict[str, Any]:
-    """The named arguments of a launch of so many programs on this device, whose kernel takes EARLY."""
+    """The named arguments of a launch on this device, whose kernel takes EARLY. programs: of the launch, where it may
+    have so many that it has nothing to gain."""
     return {"EARLY": True, "launch_pdl": True} if programs <= SHORT and _able(device) else {"EARLY": False}
 
 

@@ -11,6 +11,11 @@ def power(size: int) -> int:
     return found
 
 
+def padded(size: int) -> int:
+    """`power`, at least 16: the shortest side of a matrix product's tile."""
+    return max(16, power(size))
+
+
 def bits(size: int) -> int:
     """The number of binary digits of `size`."""
     found = 0

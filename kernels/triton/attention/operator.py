@@ -19,6 +19,7 @@ from dsf.kernels.triton.attention.kernel import (
 from dsf.kernels.triton.attention.sums import attention_sums, attention_sums_gradient
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import LIBRARY, operator
+from dsf.kernels.triton.sizes import padded
 
 WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which have them"
 
@@ -43,10 +44,6 @@ def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
     return dict(zip(("R", "C", "num_warps", "num_stages"), found, strict=True))
 
 
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def _given(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, scale: float, window: int, biased: bool, *passes: str
 ) -> tuple[Attended, list[dict[str, Any]]]:
@@ -60,7 +57,7 @@ def _given(
     found: list[dict[str, Any]] = []
     for of in passes:
         how = tiles(n, p, v.dtype, of)
-        sizes = how.pop("R"), how.pop("C"), n, p, _padded(n), _padded(p)
+        sizes = how.pop("R"), how.pop("C"), n, p, padded(n), padded(p)
         found.append({**how, "tile": Tiles(window, biased, v.dtype == torch.float32, *sizes)})
     return x, found
 

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.early import begin
+from dsf.kernels.triton.functions import LOG2E
 from dsf.kernels.triton.structs import Config
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Token(NamedTuple):

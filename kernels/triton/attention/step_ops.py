@@ -9,7 +9,7 @@ from dsf.kernels.triton.attention.step import Kept, Parts, Token, attend_parts, 
 from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
-from dsf.kernels.triton.sizes import power
+from dsf.kernels.triton.sizes import padded, power
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST = 32  # parts of a row
@@ -35,8 +35,8 @@ def _step(
     count, shared, columns = _count(batch * groups, places), heads // groups, 32 if max(n, p) > 128 else 64
     if cache_k.dtype == torch.float32:
         columns = 16
-    widths = n, p, max(16, power(n)), max(16, power(p))
-    part = Parts(groups, bias.shape[1], shared, max(16, power(shared)), columns, *widths, count, ring)
+    widths = n, p, padded(n), padded(p)
+    part = Parts(groups, bias.shape[1], shared, padded(shared), columns, *widths, count, ring)
     sums = a.new_empty(batch, heads, count, p + 1, dtype=torch.float32)
     tops = a.new_empty(batch, heads, count, dtype=torch.float32)
     y = v.new_empty(batch, heads, 1, p)
