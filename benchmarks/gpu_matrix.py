@@ -93,7 +93,7 @@ def draw(recurrence, batch, tokens, heads, n, p, shared=(), device="cuda", dtype
     """Inputs in the ranges of a trained model, keys of unit length; leaves."""
     out = {}
     for i in recurrence.spec.inputs:
-        sizes = [{"key": n, "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
+        sizes = [{"key": n // (1 + i.kind.pair), "value": p}[a] for a in ("key", "value") if a in i.kind.axes]
         mine = 1 if i.name in shared else heads
         x = torch.randn([batch, tokens, mine, *sizes] if i.kind.time else [mine, *sizes], device=device)
         if i.name in ("k", "l", "b", "kappa") and sizes:

@@ -233,4 +233,5 @@ LAYERS = {
     "steps-in-place": recurrences(
         in_place, STEPS, "gated_deltanet", "linear_attention", "mlstm", "rwkv7", "s6", "qlstm"
     ),
+    "steps-of-pairs": recurrences(in_place, STEPS, "mamba3", "s5"),
 }

@@ -19,6 +19,7 @@ LAYERS = (
     "time-invariant",
     "long-convolution",
     "steps-in-place",
+    "steps-of-pairs",
 )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import matrix_family as matrix
 import pytest
 import scan_family as scans
+import step_family as framed
 import torch
 from fourier_family import OWN
 from interpreted import INTERPRETED
@@ -297,6 +298,8 @@ FAMILIES = {
             "driven_ratio": of(matrix.driven_ratio),
             "mlstm": of("mlstm"),
             "mlstm, a token": of("mlstm", step),
+            "pairs, a token": of(framed.turned_twice, step),
+            "previous values, a token": of(framed.remembering, step),
             "readouts of layers": readouts,
         },
         ("functions", "pointwise.kernel", "tile"),

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from step_family import FRAMED, decode
 from turned_family import RECURRENCES, delta, mamba3, mamba3_biased, outcome, rotary, sample, spiral
+
+from dsf import mixers
 
 pytestmark = pytest.mark.gpu
 EVERY = pytest.mark.parametrize("r", RECURRENCES, ids=lambda r: r.name)
+STEPPED = [*FRAMED, spiral, delta, mamba3, mamba3_biased, mixers.s5, mixers.s4d]
 BOUNDS = [0, 0, 700, 701, 701, 1500, 2085]
 ALLOWED = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
@@ -100,3 +104,21 @@ def test_a_compiled_call_is_the_eager_one():
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
             assert (got.double() - want.double()).norm() < 2e-2 * want.double().norm()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n, p", [(24, 40), (128, 64), (64, 200), (2, 2)])
+@pytest.mark.parametrize(
+    "r", [*FRAMED, spiral, delta, mamba3, mamba3_biased, mixers.s5, mixers.s4d], ids=lambda r: r.name
+)
+def test_tokens_one_by_one(r, n, p, dtype, in_place):
+    """Every head and token of six steps, and the last state."""
+    given = {name: x.to(dtype) for name, x in on_gpu(r, B=3, T=6, H=4, N=n, P=p).items()}
+    y, state = decode(r, given, in_place=in_place)
+    expected, last = r(**{name: x.double() for name, x in given.items()}, return_state=True, form="naive")
+    scale = expected.abs().amax((1, 3), keepdim=True).clamp(min=1e-3)
+    assert ((y.double() - expected).abs() / scale).max() < (2e-5 if dtype == torch.float32 else 1e-2)
+    if not r.spec.inner.is_stabilised:
+        assert torch.equal(state.double() == 0, last == 0)  # no garbage where no previous value ends
+        assert ((state.double() - last).abs().amax((2, 3)) / last.abs().amax((2, 3))).max() < 2e-5

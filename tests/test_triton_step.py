@@ -5,15 +5,14 @@ import torch
 from interpreted import interpreted
 from matrix_family import UNSEEN
 from mixer_inputs import sample
+from step_family import FRAMED, assert_same, decode, tokens_of
 
 import dsf
 from dsf import Key, System, Value, exp, mixers
 from dsf.triton.print_step import step_refusal
 
 pytestmark = interpreted
-DECODED = [
-    e.recurrence for e in mixers.ZOO if not e.recurrence.spec.mixes_pairs and step_refusal(e.recurrence.spec) is None
-]
+DECODED = [e.recurrence for e in mixers.ZOO if step_refusal(e.recurrence.spec) is None]
 
 
 @dsf.recurrence
@@ -22,27 +21,8 @@ def channels_forget(q: Key, k: Key, v: Value, g: Value) -> System:
     return System(A=exp(-(g**2)), B=k * v + q * g, C=q)
 
 
-def tokens_of(recurrence, given, t):
-    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
-    return {name: x[:, t] if name in timed else x for name, x in given.items()}
-
-
-def decode(recurrence, given, **how):
-    """Outputs of every token and the last state."""
-    state, outputs = None, []
-    tokens = next(given[i.name].shape[1] for i in recurrence.spec.inputs if i.kind.time)
-    for t in range(tokens):
-        y, state = recurrence.step(state, **tokens_of(recurrence, given, t), backend="triton", **how)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
-
-
-def assert_same(a, b, tolerance=2e-5):
-    assert ((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() < tolerance
-
-
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED, channels_forget], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED, channels_forget, *FRAMED], ids=lambda r: r.name)
 def test_token_by_token_is_the_recurrence(recurrence, in_place):
     given = {n: x.float() for n, x in sample(recurrence, tokens=5).items()}
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
@@ -56,17 +36,20 @@ def test_token_by_token_is_the_recurrence(recurrence, in_place):
         assert_same(state.double(), last)
 
 
-def test_sizes_that_are_no_powers_of_two_in_several_blocks(monkeypatch):
+@pytest.mark.parametrize("recurrence", [mixers.mlstm, *FRAMED], ids=lambda r: r.name)
+def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, monkeypatch):
     from dsf.kernels.triton.pointwise import step_ops
 
-    monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (4, 2, 1))
-    mlstm = mixers.mlstm
-    given = {n: torch.cat([x.float()] * 2, -1)[..., :7] if n == "v" else x.float()
-             for n, x in sample(mlstm, tokens=4).items()}  # fmt: skip
-    apart, _ = decode(mlstm, given)
-    together, _ = decode(mlstm, given, in_place=True)
+    monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (1 if n == 1 else 4, 2, 1))
+    wide = {i.name for i in recurrence.spec.inputs if "P" in i.kind.layout()}
+    given = {n: x.float() for n, x in sample(recurrence, tokens=4).items()}
+    given |= {n: torch.cat([given[n]] * 2, -1)[..., :7] for n in wide}
+    apart, new = decode(recurrence, given)
+    together, state = decode(recurrence, given, in_place=True)
     assert apart.shape[-1] == 7
+    assert_same(apart, recurrence(**given, form="naive"))
     assert_same(apart, together)
+    assert torch.equal(new, state)
 
 
 def test_grouped_heads_and_strided_states():

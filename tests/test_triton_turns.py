@@ -89,10 +89,11 @@ def test_kernels_equal_the_oracle(r, packed):
 
 @pytest.mark.parametrize("r", [r for r in LINES if r is not based], ids=lambda r: r.name)
 def test_the_decode_kernel_steps(r):
-    given = {name: x.float() for name, x in sample(r, B=2, T=1, N=8).items()}
+    given = {name: x.float() for name, x in sample(r, B=2, T=4, N=8).items()}
     timed = {i.name for i in r.spec.inputs if i.kind.time}
-    token = {name: x[:, 0] if name in timed else x for name, x in given.items()}
-    state = torch.randn(2, 2, *r.state_shape(8, 4))
+    token = {name: x[:, -1] if name in timed else x for name, x in given.items()}
+    before = {name: x[:, :-1] if name in timed else x for name, x in given.items()}
+    state = r(**before, return_state=True, backend="torch")[1].contiguous()
     with torch.no_grad():
         expected = r.step(state, **token, backend="torch")
         found = r.step(state, **token, backend="triton")

@@ -15,12 +15,15 @@ from dsf.kernels.oracle import oracle_dtype
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns
 from dsf.torch.lower import true_state
+from dsf.triton import step as gpu_step
 
 
 def run_framed(
     spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] in the computing dtype and the final state. wanted: whether that needs all its columns."""
+    if bounds is None and plan.one_step and gpu_step.refusal(spec, bound.sizes, bound.dtype) is None:
+        return gpu_step.run(spec, bound, state)
     frame = frame_for(spec, plan)
     turned = by_kernels(spec, bound, plan, isinstance(bounds, list))
     naive = plan.form == "naive"

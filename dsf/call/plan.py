@@ -30,12 +30,11 @@ FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every system wit
 BACKENDS = ("torch", "triton")
 SHORT = 8  # tokens up to which the recurrent form is faster than chunks
 LONG = 64  # tokens from which the convolution may be faster
+ASKED = "form={!r} was asked for"  # reasons of plans
+IN_ONE_LAUNCH = "one token without gradients: the state is read and written once, in one launch"
 MATRIX_CHUNK = 64
 SCAN_BLOCK = 16
-SEGMENT_NUMBERS = (
-    1 << 20
-)  # numbers of a segment's states (4 MiB a tensor): small against a sequence, large against a call's overhead
-
+SEGMENT_NUMBERS = 1 << 20  # of a segment's states (4 MiB): small against a sequence, large against a call's overhead
 KEEP_NUMBERS = 1 << 23  # numbers of a sequence's states up to which segments keep them for the backward pass
 
 
@@ -159,11 +158,7 @@ def make_plan(
     if spec.system.solve is not None:
         return _of_solve(spec, sizes, dtype, form, backend, device, grad, transformed)
     if spec.is_framed:
-        how = (backend, device, grad, transformed)
-        plan, other = make_plan(spec.inner, sizes, dtype, form, *how), late(spec)
-        if other is not None and plan.form not in ("naive", "recurrent"):
-            plan = replace(make_plan(other.spec, sizes, dtype, plan.form, *how), reason=plan.reason)
-        return _of_frame(spec, sizes, dtype, plan)
+        return _of_frame(spec, sizes, dtype, form, backend, device, grad, transformed)
     if apart(spec):
         plan = make_plan(apart(spec)[0], sizes, dtype, form, backend, device, grad, transformed)
         if reads_apart(spec, plan):
@@ -186,11 +181,11 @@ def make_plan(
     one_step = on_gpu and gpu.steps(spec, sizes, dtype, form, grad)
     scan = on_gpu and gpu.scans(spec, sizes, dtype, form)
     if form != "auto":
-        chosen, reason = form, f"form={form!r} was asked for"
+        chosen, reason = form, ASKED.format(form)
     elif written_out:
         chosen, reason = "recurrent", "torch.func and forward-mode derivatives go through plain operations alone"
     elif one_step:
-        chosen, reason = "recurrent", "one token without gradients: the state is read and written once, in one launch"
+        chosen, reason = "recurrent", IN_ONE_LAUNCH
     elif on_gpu:
         chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
         if scan and not spec.is_elementwise:
@@ -244,23 +239,35 @@ def _of_convolution(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, bac
     return Plan(
         spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", "FFT", 0, shape, math.prod(shape) * width,
         flops(spec, sizes, CONVOLUTION, 0), io_bytes(spec, sizes, dtype),
-        f"form={form!r} was asked for" if form == CONVOLUTION else reason,
+        ASKED.format(form) if form == CONVOLUTION else reason,
     )  # fmt: skip
 
 
-def _of_frame(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
-    """The plan of a declaration from that of its plain system."""
-    frame = spec.frame
-    assert frame is not None
-    total = state_columns(spec, sizes.n, sizes.keys, sizes.p)
-    shape = (*plan.state_shape[:-1], total)
-    made = ["previous values"] * bool(frame.leaves) + ["turned inputs"] * (frame.angles is not None)
-    tell = bool(made) and "was asked for" not in plan.reason
-    reason = plan.reason + f"; {' and '.join(made)} are made first" * tell
-    width = 8 if dtype == torch.float64 else 4
+def _of_frame(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
+    transformed: bool,
+) -> Plan:  # fmt: skip
+    """The plan of a declaration with a frame: the decode kernel's, or that of its plain system."""
+    assert spec.frame is not None
+    how, other = (backend, device, grad, transformed), late(spec)
+    step = sizes.tokens == 1 and gpu.steps(spec, sizes, dtype, form, grad)
+    if step and _refusal(spec, sizes, dtype, form, *how) is None:
+        plan = make_plan(spec.inner, sizes, dtype, "recurrent", "torch", device, grad)
+        plan = replace(
+            plan, backend="triton", kernel=gpu.kernel_of(spec, sizes, dtype, device, True)[0], one_step=True,
+            source=gpu.source(spec, dtype, True), reason=IN_ONE_LAUNCH if form == "auto" else ASKED.format(form),
+        )  # fmt: skip
+    else:
+        plan = make_plan(spec.inner, sizes, dtype, form, *how)
+        if other is not None and plan.form not in ("naive", "recurrent"):
+            plan = replace(make_plan(other.spec, sizes, dtype, plan.form, *how), reason=plan.reason)
+        made = ["previous values"] * bool(spec.frame.leaves) + ["turned inputs"] * (spec.frame.angles is not None)
+        tell = bool(made) and "was asked for" not in plan.reason
+        plan = replace(plan, reason=plan.reason + f"; {' and '.join(made)} are made first" * tell)
+    shape = (*plan.state_shape[:-1], state_columns(spec, sizes.n, sizes.keys, sizes.p))
     return replace(
-        plan, structure=spec.structure, state_shape=shape, state_bytes=math.prod(shape) * width,
-        bytes=io_bytes(spec, sizes, dtype), reason=reason,
+        plan, structure=spec.structure, state_shape=shape, bytes=io_bytes(spec, sizes, dtype),
+        state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
     )  # fmt: skip
 
 

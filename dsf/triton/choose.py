@@ -49,6 +49,8 @@ def refusal(
         return unsupported
     if device.type != "cuda" and not interpreted() and not is_elsewhere(device):
         return f"its kernels need CUDA tensors and the inputs are on {device.type}"
+    if steps(spec, sizes, dtype, form, grad):
+        return None
     if spec.mixes_pairs:
         return (
             "turns beside a decay that differs within a pair, or beside a B or C with a number for each entry "
@@ -58,8 +60,6 @@ def refusal(
         if form not in ("auto", "chunk"):
             return f"the {form} form of {spec.structure} runs on torch only"
         return gpu_attention.refusal(spec, sizes, dtype)
-    if steps(spec, sizes, dtype, form, grad):
-        return None
     if form not in ("auto", *forms_of(spec)):
         token = ", but for one token without gradients" * (gpu_step.refusal(spec, sizes, dtype) is None)
         why = gpu_step.refusal(spec, sizes, dtype) if form == "recurrent" and sizes.tokens == 1 else None
@@ -72,7 +72,7 @@ def refusal(
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
     """True for calls that the decode kernel runs: one token, and no gradients, since it has no backward pass."""
-    if sizes.tokens != 1 or grad or spec.mixes_pairs or form not in ("auto", "recurrent"):
+    if sizes.tokens != 1 or grad or form not in ("auto", "recurrent"):
         return False
     return gpu_step.refusal(spec, sizes, dtype) is None
 

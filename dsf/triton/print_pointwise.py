@@ -31,12 +31,10 @@ class Body:
         self.place += access.width
         pointer, masks = f"args[{place}]", []
         if access.column is not None:
-            masks += ["n_ok", "p_ok" if access.value else "(place == 0)" if access.stored else "True"]
-            return (
-                pointer,
-                f"{pointer} + (batch * H + head) * (N * COLUMNS) + (n * COLUMNS + {access.column})",
-                " & ".join(masks),
-            )
+            masks += ["n_ok"] * access.key + ["p_ok"] * access.value
+            masks += ["(place == 0)"] * (access.stored and not access.value)
+            at_row = f"({access.entry} * COLUMNS + {access.column})"
+            return pointer, f"{pointer} + (batch * H + head) * (N * COLUMNS) + {at_row}", " & ".join(masks)
         if access.summed:
             sizes = {(False, False): "1", (True, False): "N", (False, True): "P", (True, True): "(N * P)"}
             size = sizes[access.key, access.value]
@@ -57,7 +55,7 @@ class Body:
         if access.stored and not access.value:
             masks.append("(place == 0)")
         if access.key:
-            terms.append(f"n * args[{next(at)}]")
+            terms.append(f"{access.entry} * args[{next(at)}]")
             masks.append("n_ok")
         if access.value:
             terms.append(f"{'beside' if access.tail else 'p'} * args[{next(at)}]")

@@ -1,18 +1,22 @@
 """Printing one step of a recurrence: the decode kernel of any system with a finite state.
 
 The state is one more input with axes {Key, Value}. A, B and the readout are applied to it, micro-step after micro-step,
-which gives a few expressions: y, the new state, the normaliser's new column and the new running maximum. One launch
-computes them all. What all channels of a normalised system share is a separate function, called once a program.
+which gives a few expressions: y, the new state, the normaliser's new column, the new running maximum and the values
+that the next token takes as previous ones. One launch computes them all. What all channels share of the new state is a
+separate function, called once a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from dsf.kernels.triton.pointwise.programs import Access
+from dsf.kernels.triton.pointwise.programs import PAIRED, Access
 from dsf.kernels.triton.pointwise.step_ops import StepProgram
+from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
+from dsf.language.frame import Frame, roots_of
 from dsf.language.functions import abs as absolute
 from dsf.language.functions import exp, log, maximum, minimum, sum_key, sum_value
 from dsf.language.operator import times
@@ -21,6 +25,7 @@ from dsf.language.spec import Row, Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.stabilise import FLOOR
 from dsf.triton.operands import is_delta
+from dsf.triton.pairs import OTHER, SIDE, Pairs
 from dsf.triton.print_pointwise import Body
 from dsf.triton.printer import AT, RESERVED, STATE, Printer, as_comment, identifier, indented, name_of, symbol
 from dsf.triton.source import Source, file_of
@@ -30,12 +35,19 @@ ZERO, UNIT = const(0), const(1)
 LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
 
 
+@derived
 def step_refusal(spec: Spec) -> str | None:
     """Why the decode kernel cannot step this, in the user's words; None when it can."""
     if spec.system.solve is not None:
         return "its readout is solved for token by token, on torch"
     if spec.is_attention:
         return "the decode kernel keeps a finite state"
+    spec, frame = plain_of(spec)
+    leaves = () if frame is None else frame.leaves
+    if any(x.op == "atan2" for x in children_first(*roots_of(spec.system), *(leaf.source for leaf in leaves))):
+        return "no printed kernel computes atan2"
+    if not spec.has_key and any(KEY in leaf.source.axes for leaf in leaves):
+        return "the decode kernel has no vector state (N = 1) with previous values of Key inputs"
     if spec.features is not None:
         return "no printed kernel evaluates Taylor features"
     if not spec.has_key and any(KEY in x.axes for r in spec.rows for x in (r.normal.decay, *(t.key for t in r.terms))):
@@ -47,11 +59,27 @@ def step_refusal(spec: Spec) -> str | None:
     return None
 
 
-def _place(node: Expr, stored: bool) -> Access:
-    """The tensor and column of a part of the state."""
-    column = {STATE: "p", COLUMN: "P", LEVEL: "COLUMNS - 1"}[node]
-    role = ".new_state" if stored else ".state"
-    return Access(role, None, True, True, VALUE in node.axes, stored, column=column)
+def plain_of(spec: Spec) -> tuple[Spec, Frame | None]:
+    """The system that a step runs, with turns left in A, and its frame; the spec itself where it needs none."""
+    frame = spec.turning if spec.is_framed else None
+    return (spec, None) if frame is None else (frame.spec, frame)
+
+
+def _kept(spec: Spec, frame: Frame | None) -> dict[Expr, Access]:
+    """Where the state keeps its parts: columns of S, the normaliser, the running maximum, and after them the previous
+    values, each filled into columns of N (dsf.call.frame)."""
+    count = (spec.ones is not None) + spec.is_stabilised
+    leaves = () if frame is None else frame.leaves
+    columns = {STATE: "p", COLUMN: "P", LEVEL: f"P + {count - 1}" if leaves else "COLUMNS - 1"}
+    found = {x: Access(".state", None, True, True, VALUE in x.axes, column=at) for x, at in columns.items()}
+    widths = [f"P + {count}"]
+    for node in (x for leaf in leaves for x in leaf.nodes):
+        key, value = KEY in node.axes, VALUE in node.axes
+        start, flat = " + ".join(widths), "(n * P + p)" if key else "p"
+        column, entry = (f"{start} + {flat} // N", f"({flat} % N)") if value else (start, "n" if key else "t")
+        found[node] = Access(".state", None, True, key, value, column=column, entry=entry)
+        widths.append(("P" if key else "(P + N - 1) // N") if value else "1")
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,7 +91,7 @@ class _Moment:
     level: Expr | None
 
 
-def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
+def _advance(row: Row, ones: Row | None, now: _Moment, pairs: Pairs) -> _Moment:
     """One micro-step."""
     level, moved = now.level, None
     if now.level is not None:
@@ -73,13 +101,16 @@ def _advance(row: Row, ones: Row | None, now: _Moment) -> _Moment:
         for term in row.terms:
             level = maximum(level, term.gain if term.gain is not None else 0.0)
         moved = exp(now.level - level)
-    state = _apply(row, row, now.state, level, moved)
-    column = None if now.column is None or ones is None else _apply(row, ones, now.column, level, moved)
+    state = _apply(row, row, pairs.turned(now.state, row.normal.angle), level, moved)
+    column = None
+    if now.column is not None and ones is not None:
+        column = _apply(row, ones, pairs.turned(now.column, row.normal.angle), level, moved)
     return _Moment(state, column, level)
 
 
 def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | None) -> Expr:
-    """A x + B, with A of `row` and B of `source`, divided by e^level; moved: what x is multiplied by to be so, too."""
+    """A x + B for a turned x, with A of `row`, B of `source`, divided by e^level; moved: what x is multiplied by to be
+    so, too."""
     total = times(row.normal.decay, x)
     for c in row.normal.corrections:
         seen = sum_key(c.right * x) if c.axis == KEY else sum_value(c.right * x)
@@ -96,14 +127,14 @@ def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | Non
     return total
 
 
-def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
-    """The expressions that one step stores, and where."""
+def _roots(spec: Spec, frame: Frame | None, pairs: Pairs) -> list[tuple[Expr, Expr | None]]:
+    """The expressions that one step stores, each with the part of the state that it is the new value of; y has None."""
     ones, stabilised = spec.ones, spec.is_stabilised
     top = Expr("max_key", (LEVEL,), (), frozenset()) if stabilised else None
     scale = exp(LEVEL - top) if top is not None else UNIT
     now = first = _Moment(STATE * scale, COLUMN * scale if ones is not None else None, top)
     for i, row in enumerate(spec.rows):
-        now = _advance(row, None if ones is None else spec.ones_rows[i], now)
+        now = _advance(row, None if ones is None else spec.ones_rows[i], now, pairs)
     seen = first if spec.system.read == "before" else now
     y = _read(spec, seen.state) + spec.system.D
     if spec.rule is not None:
@@ -111,15 +142,14 @@ def _roots(spec: Spec) -> list[tuple[Expr, Access]]:
         one = UNIT if seen.level is None else exp(minimum(-seen.level, 80.0))
         den = _read(spec, seen.column) + ones.system.D
         y = substitute(spec.rule, {NUM: y, DEN: den, ONE: one})
-    roots = [
-        (y, Access(".y", None, True, False, True, True)),
-        (now.state, _place(STATE, True)),
-    ]
+    roots: list[tuple[Expr, Expr | None]] = [(y, None), (now.state, STATE)]
     if now.column is not None:
-        roots.append((now.column, _place(COLUMN, True)))
+        roots.append((now.column, COLUMN))
     if now.level is not None:
-        roots.append((now.level, _place(LEVEL, True)))
-    return roots
+        roots.append((now.level, LEVEL))
+    for leaf in () if frame is None else frame.leaves:
+        roots += zip((leaf.source, *leaf.nodes), leaf.nodes, strict=False)
+    return [(pairs.own(x), part) for x, part in roots]
 
 
 def _in_lanes(x: Expr) -> Expr:
@@ -136,27 +166,33 @@ def _read(spec: Spec, state: Expr) -> Expr:
     return sum_key(product) if spec.has_key else product
 
 
-def _shared(roots: Sequence[Expr]) -> list[Expr]:
-    """The largest parts of roots that are the same for all channels."""
+def _shared(roots: Sequence[Expr], kept: Collection[str]) -> list[Expr]:
+    """The largest parts of roots that are the same for all channels, single inputs only where the state keeps them."""
     order = children_first(*roots)
     used = {a for x in order if VALUE in x.axes for a in x.args} | set(roots)
-    return [x for x in order if x in used and VALUE not in x.axes and x.args]
+    parts = [x for x in order if x in used and VALUE not in x.axes]
+    return [x for x in parts if x.args or (x.op == "input" and x.attrs[0].removesuffix(OTHER) in kept)]
 
 
 class _Printer(Printer):
-    """Also prints max_key, the largest entry over the Key axis."""
+    """Also prints max_key, the largest entry over the Key axis, and what differs within a pair of places."""
 
     def _expression(self, node: Expr) -> str:
         if node.op == "max_key":
             return f"tile.max_key({self.text[node.args[0]]}, n_ok)"
+        if node is SIDE:
+            return "tl.where(n % 2 == 0, -1.0, 1.0)"
+        if node.op == "pair":
+            return f"tl.where(n % 2 == 0, {', '.join(self.text[a] for a in node.args)})"
         return super()._expression(node)
 
 
 class _Step:
-    """Prints the functions of one spec's decode kernel."""
+    """Prints the functions of one spec's decode kernel. kept: where the parts of the state are."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.kinds = {i.name: i.kind for i in spec.inputs}
+    def __init__(self, spec: Spec, frame: Frame | None, kept: Mapping[Expr, Access]) -> None:
+        self.kinds, self.kept = {i.name: i.kind for i in spec.inputs}, kept
+        self.pairs = {} if frame is None else {node: source for source, node in frame.pairs}
         self.names: dict[Expr, str] = {}
         self.accesses: list[Access] = []
 
@@ -193,22 +229,36 @@ class _Step:
     def _place(self, node: Expr) -> tuple[Access, bool]:
         """The tensor of an input, and whether every lane of the channels loads it."""
         name, step = node.attrs
-        if node in (STATE, COLUMN, LEVEL):
-            return _place(node, False), False
-        kind = self.kinds.get(name.removesuffix(LANES))
-        time = kind is None or kind.time
-        return Access(name.removesuffix(LANES), step, time, KEY in node.axes, VALUE in node.axes), name.endswith(LANES)
+        other, lanes = OTHER in name, name.endswith(LANES)
+        own = Expr("input", (), (name.removesuffix(LANES).removesuffix(OTHER), step), node.axes)
+        if own in self.kept:
+            found = self.kept[own]
+        else:
+            source = self.pairs.get(own)
+            name = own.attrs[0] if source is None else source.attrs[0]
+            step = step if source is None else source.attrs[1]
+            time = name not in self.kinds or self.kinds[name].time
+            entry = "n" if source is None else PAIRED
+            found = Access(name, step, time, KEY in node.axes, VALUE in node.axes, entry=entry)
+        return replace(found, entry=re.sub(r"\bn\b", "(n ^ 1)", found.entry)) if other else found, lanes
 
 
 def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     """Printed source and StepProgram of a spec's decode kernel."""
-    roots = _roots(spec)
-    step, parts = _Step(spec), []
+    plain, frame = plain_of(spec)
+    kept = _kept(plain, frame)
+    pairs = Pairs(() if frame is None else [node for _, node in frame.pairs])
+    y = Access(".y", None, True, False, True, True)
+    roots = [
+        (x, y if part is None else replace(kept[part], role=".new_state", stored=True))
+        for x, part in _roots(plain, frame, pairs)
+    ]
+    step, parts = _Step(spec, frame, kept), []
     held: list[Expr] = []
-    if spec.ones is not None:
-        own = [(e, a) for e, a in roots if not a.value]
+    own = [(e, a) for e, a in roots if not a.value]
+    if own:
         roots = [(e, a) for e, a in roots if a.value]
-        common = _shared([e for e, _ in roots])
+        common = _shared([e for e, _ in roots], {x.attrs[0] for x in kept})
         held = [symbol(f".shared_{i}", x.axes) for i, x in enumerate(common)]
         parts.append(["def shared(args, at):", *step.print(own, [], common)])
         roots = [(_in_lanes(substitute(e, dict(zip(common, held, strict=True)))), a) for e, a in roots]
@@ -217,12 +267,19 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     about = "One step, printed by dsf from the declaration above; read by dsf.kernels.triton.pointwise.kernel.step."
     text = file_of([as_comment(str(spec)), "", about], parts)
     inputs = tuple(
-        Access(i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes) for i in spec.inputs
-    )
+        Access(
+            i.name, i.kind.steps, i.kind.time, KEY in i.kind.axes, VALUE in i.kind.axes,
+            entry=PAIRED if i.kind.pair else "n",
+        )
+        for i in spec.inputs
+    )  # fmt: skip
     whole = any(x.op == "sum_value" for x in children_first(*(e for e, _ in roots)))
-    plain = all(r.normal.decay is UNIT and not r.normal.corrections for r in spec.rows)
-    general = not all(is_delta(r, r.normal.decay) for r in spec.rows)
+    rows = plain.rows
+    identity = all(r.normal.decay is UNIT and not r.normal.corrections for r in rows)
+    general = not all(is_delta(r, r.normal.decay) for r in rows)
+    before = tuple((a.key, a.value) for x, a in kept.items() if x not in (STATE, COLUMN, LEVEL))
     program = StepProgram(
-        inputs, tuple(step.accesses), spec.ones is not None, spec.is_stabilised, whole, spec.rank > 0, general, plain
-    )
+        inputs, tuple(step.accesses), plain.ones is not None, plain.is_stabilised, bool(own), whole, plain.rank > 0,
+        general, identity, before,
+    )  # fmt: skip
     return Source(f"{identifier(spec.name)}_step", text, ()), program

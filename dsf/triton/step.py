@@ -25,7 +25,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     if refused is not None:
         return refused
     program = STEPS[program_of(spec)[1]]
-    for name, size, held in (("N", sizes.n, True), ("P", sizes.p, program.whole or program.ones)):
+    for name, size, held in (("N", sizes.n, True), ("P", sizes.p, program.whole or program.shared)):
         if held and size > LARGEST:
             return f"the decode kernel holds at most {name} = {LARGEST}, got {size}"
     return None

@@ -9,6 +9,8 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+TURN = tl.constexpr(6.283185307179586)
+PER_TURN = tl.constexpr(0.15915494309189535)
 # Of four x: h = (1 + 2^-|x|) / 2, r = 1 / (h h h h), then 1 / h - 1 of each, with its sign.
 FOUR_TANH = tl.constexpr("""{
     .reg .f32 a, b, c, d, p, q, r;
@@ -275,3 +277,29 @@ def rest_of(x, kind: tl.constexpr):
 def with_rest(x, rest):
     """The float32 number of which x is the rounded value and rest the rest_of."""
     return (x.to(tl.int32, bitcast=True) + rest.to(tl.int32) * 256).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def circle(part):
+    """cos and sin of 2π part, float32, for a float64 part. Of the nearest quarter turn's rest, by their series."""
+    quarter = tl.floor(4.0 * part + 0.5)
+    a = ((part - 0.25 * quarter) * TURN).to(tl.float32)  # at most π/4 and a rounding error
+    z = a * a
+    sine = a + a * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880))))
+    cosine = 1.0 + z * (-0.5 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 - z * (1.0 / 3628800)))))
+    place = (quarter - 4.0 * tl.floor(0.25 * quarter)).to(tl.int32)
+    odd, back = (place & 1) == 1, place >= 2
+    first, second = tl.where(odd, -sine, cosine), tl.where(odd, cosine, sine)
+    return tl.where(back, -first, first), tl.where(back, -second, second)
+
+
+@triton.jit
+def cos(x):
+    """cos x, from the part of a turn that x is in float64, so that large angles lose no digits."""
+    return circle(x.to(tl.float64) * PER_TURN)[0]
+
+
+@triton.jit
+def sin(x):
+    """sin x, as cos."""
+    return circle(x.to(tl.float64) * PER_TURN)[1]

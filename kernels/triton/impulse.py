@@ -26,15 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsf.kernels.triton.functions import LOG2E, PER_TURN, circle
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.sizes import power
 
 DOWN, ACROSS, PAIRS = 32, 64, 16  # a tile of h; entries, or pairs of them, for four warps
 LOWEST = tl.constexpr(-1e4)  # as in kernels/invariant.py
-LOG2E = tl.constexpr(1.4426950408889634)
-TURN = tl.constexpr(6.283185307179586)
-PER_TURN = tl.constexpr(0.15915494309189535)
 
 
 @triton.jit
@@ -87,27 +85,13 @@ def pull_entries(grads, at, slopes):
 
 
 @triton.jit
-def _circle(part):
-    """cos and sin of 2π part, float32, for a float64 part. Of the nearest quarter turn's rest, by their series."""
-    quarter = tl.floor(4.0 * part + 0.5)
-    a = ((part - 0.25 * quarter) * TURN).to(tl.float32)  # at most π/4 and a rounding error
-    z = a * a
-    sine = a + a * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880))))
-    cosine = 1.0 + z * (-0.5 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 - z * (1.0 / 3628800)))))
-    place = (quarter - 4.0 * tl.floor(0.25 * quarter)).to(tl.int32)
-    odd, back = (place & 1) == 1, place >= 2
-    first, second = tl.where(odd, -sine, cosine), tl.where(odd, cosine, sine)
-    return tl.where(back, -first, first), tl.where(back, -second, second)
-
-
-@triton.jit
 def turns(count, rate, turn, TURNED: tl.constexpr):
     """e^{count rate} (cos count θ, sin count θ), float32; without turns the first alone."""
     exponent = count * (rate * LOG2E)
     whole = tl.floor(exponent + 0.5)
     scale = tl.exp2((exponent - whole).to(tl.float32)) * tl.exp2(whole.to(tl.float32))
     if TURNED:
-        cosine, sine = _circle(count * (turn * PER_TURN))
+        cosine, sine = circle(count * (turn * PER_TURN))
         return scale * cosine, scale * sine
     else:
         return scale, scale

@@ -19,6 +19,7 @@ from dsf.kernels.triton.registry import Registry
 from dsf.kernels.triton.sizes import power
 
 PADDING = 16  # columns added to a normalised system's values, so that rows stay aligned; ones drive the first two
+PAIRED = "(n // 2)"  # the entry of an input that has one for every pair of places
 LARGEST = 256
 EMPTY = -1e30  # running maximum before the first token
 MANY = 12  # a printed function that loads and stores more vectors has smaller tiles
@@ -33,7 +34,8 @@ class Access:
     step: which micro-step (in Program.inputs: how many). stored: it is written, by one head of those that share a head
     of it. tail: the PADDING columns after the values, whose first two hold the normaliser; again: the second repeats
     the first, else it holds the first one's rounding error. summed: sums over a program's tokens, one row a program.
-    column: for the contiguous state [B, H, N, COLUMNS], the first column.
+    column: for the contiguous state [B, H, N, COLUMNS], the first column. entry: the printed index on the Key axis, or
+    the row of the state.
     """
 
     role: str
@@ -46,6 +48,7 @@ class Access:
     again: bool = False
     summed: bool = False
     column: str | None = None
+    entry: str = "n"
 
     @property
     def width(self) -> int:

@@ -16,7 +16,7 @@ from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.kernel import step
-from dsf.kernels.triton.pointwise.programs import EMPTY, Access, arguments_of
+from dsf.kernels.triton.pointwise.programs import EMPTY, PAIRED, Access, arguments_of
 from dsf.kernels.triton.registry import Registry
 from dsf.kernels.triton.sizes import power
 
@@ -25,19 +25,22 @@ from dsf.kernels.triton.sizes import power
 class StepProgram:
     """What the operators know of a spec.
 
-    ones: the state has a column of the normaliser; stabilised: and one of the running maximum. whole: a sum over
-    channels needs all of them in one program. corrected: A has corrections; general: that are no delta rules; plain: A
-    is the identity.
+    ones: the state has a column of the normaliser; stabilised: and one of the running maximum. shared: it has columns
+    that belong to no channel. whole: a sum over channels needs all of them in one program. corrected: A has
+    corrections; general: that are no delta rules; plain: A is the identity. before: of every previous value that the
+    state keeps, whether it has Key and Value axes.
     """
 
     inputs: tuple[Access, ...]
     accesses: tuple[Access, ...]
     ones: bool
     stabilised: bool
+    shared: bool
     whole: bool
     corrected: bool
     general: bool
     plain: bool
+    before: tuple[tuple[bool, bool], ...] = ()
     functions: Any = field(default=None, compare=False)
 
 
@@ -50,7 +53,7 @@ def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, 
     for a, x in zip(program.inputs, operands, strict=True):
         if a.time:
             batch, heads = x.shape[0], max(heads, int(a.heads(x)))
-        n = int(x.shape[-1 - a.value]) if a.key else n
+        n = int(x.shape[-1 - a.value]) * (1 + (a.entry == PAIRED)) if a.key else n
         p = int(x.shape[-1]) if a.value else p
     return batch, heads, n, p
 
@@ -66,7 +69,7 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     numbers, own = 4096, 1024
     if keys == 1:
         numbers, own = 1024, 256
-    if (keys >= 128 and (program.corrected or program.ones)) or (keys == 64 and program.general):
+    if (keys >= 128 and (program.corrected or program.shared)) or (keys == 64 and program.general):
         numbers, own = (2048 if program.corrected else 8192), 2048
     elif keys >= 128 and program.plain:
         own = 512
@@ -85,12 +88,12 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     tensors |= {".state": state, ".new_state": new}
     keys, channels, warps = tile(n, p, program)
     parts = -(-p // channels)
-    together = program.ones and new is state  # one program must own the column
+    together = program.shared and new is state  # one program must own the columns
     blocks = parts if together else 1
     args = arguments_of(program.accesses, tensors, heads, False)  # one token has no stride
     launch(
         step, (parts // blocks * heads * batch,), args, heads, p, body=program.functions.step,
-        shared=program.functions.shared if program.ones else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
+        shared=program.functions.shared if program.shared else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
         BLOCKS=blocks, num_warps=warps, **early(y.device),
     )  # fmt: skip
     return y
@@ -99,17 +102,18 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
 def _start(program: StepProgram, operands: Sequence[Tensor]) -> Tensor:
     """The state before the first token."""
     batch, heads, n, p = _sizes(program, operands)
-    columns = p + program.ones + program.stabilised
-    state = operands[0].new_zeros(batch, heads, n, columns, dtype=torch.float32)
+    own = p + program.ones + program.stabilised
+    before = sum(-(-(n if key else 1) * (p if value else 1) // n) for key, value in program.before)
+    state = operands[0].new_zeros(batch, heads, n, own + before, dtype=torch.float32)
     if program.stabilised:
-        state[..., -1] = EMPTY
+        state[..., own - 1] = EMPTY
     return state
 
 
 def _step(operands: Sequence[Tensor], state: Tensor | None, program: str) -> tuple[Tensor, Tensor]:
     known = STEPS[program]
     old = _start(known, operands) if state is None else state.contiguous()
-    new = torch.empty_like(old)
+    new = torch.zeros_like(old) if known.before else torch.empty_like(old)  # previous values may end inside a column
     return _launch(known, operands, old, new), new
 
 
