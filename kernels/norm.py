@@ -109,7 +109,7 @@ def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor |
     if then is not None and options[-1] == then.dtype and few(x, then):
         from dsf.kernels.triton.layer.product_ops import row_product
 
-        found: Tensor = row_product(x, then, gate, weight, *options[:-1], older(then))
+        found: Tensor = row_product(x, then, None, gate, weight, *options[:-1], older(then))
         return found.view(*x.shape[: -1 if x.shape[-1] == then.shape[1] else -2], then.shape[0])
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
 

@@ -40,18 +40,20 @@ def takes(x: Tensor, matrix: Tensor) -> bool:
     return x.is_cuda and TRITON and few(x, matrix)
 
 
-def linear(x: Tensor, matrix: Tensor, backend: str = "auto", ahead: bool = False) -> Tensor:
-    """x [..., D] · matrixᵀ for a matrix [out, D]: [..., out]. By the kernel sums are in float32, rounded once.
+def linear(x: Tensor, matrix: Tensor, backend: str = "auto", ahead: bool = False, bias: Tensor | None = None) -> Tensor:
+    """x [..., D] · matrixᵀ + bias for a matrix [out, D], bias [out]: [..., out]. By the kernel sums are in float32,
+    rounded once.
 
     backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto". ahead: the launch
     before this one does not write the matrix (`older`).
     """
     taken = few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)
-    if not taken or x.shape[-1] != matrix.shape[1]:
-        return F.linear(x, matrix)
+    fits = bias is None or (bias.dtype == matrix.dtype and bias.is_contiguous())
+    if not (taken and fits) or x.shape[-1] != matrix.shape[1]:
+        return F.linear(x, matrix, bias)
     from dsf.kernels.triton.layer.product_ops import row_product
 
     found: Tensor = row_product(
-        x, matrix, None, None, matrix.shape[1], False, False, 0, 0.0, ahead and older(matrix)
+        x, matrix, bias, None, None, matrix.shape[1], False, False, 0, 0.0, ahead and older(matrix)
     )  # fmt: skip
     return found.view(*x.shape[:-1], matrix.shape[0])

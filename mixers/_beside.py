@@ -23,12 +23,18 @@ def hooked(module: nn.Module) -> bool:
     return any(hooks) or "forward" in module.__dict__
 
 
+def plain_map(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) of a linear map that does nothing else, else None."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or hooked(module):
+        return None
+    own = (module.weight, module.bias)
+    return own if all(x is None or type(x) is nn.Parameter for x in own) else None
+
+
 def plain_weight(module: Any) -> Tensor | None:
     """The weight of a map that only multiplies with it, else None."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return None
-    alone = not hooked(module) and module.bias is None
-    return module.weight if alone and type(module.weight) is nn.Parameter else None
+    found = plain_map(module)
+    return None if found is None or found[1] is not None else found[0]
 
 
 def weight_for(module: Any, x: Tensor) -> Tensor | None:
@@ -45,17 +51,20 @@ def weight_for(module: Any, x: Tensor) -> Tensor | None:
 
 
 def lay(maps: Sequence[Any]) -> None:
-    """Move the weights of plain maps into one memory, in this order, unless they lie there already or must stay."""
-    weights = _weights(maps)
-    if len(weights) < 2 or _joined(weights) is not None or torch.is_inference_mode_enabled():
+    """Move the weights of plain maps into one memory, in this order, unless they lie there already or must stay, and
+    their biases into another."""
+    weights, biases = _own(maps)
+    if len(weights) < 2 or torch.is_inference_mode_enabled():
         return
-    first = weights[0]
-    stay = any(type(w.data) is not Tensor or w.is_inference() or (w.is_cpu and w.is_shared()) for w in weights)
+    first, every = weights[0], [*weights, *biases]
+    stay = any(type(w.data) is not Tensor or w.is_inference() or (w.is_cpu and w.is_shared()) for w in every)
     if stay or first.is_meta or not first.is_floating_point() or first.shape[1] * first.element_size() % ALIGNED:
         return
-    whole = torch.empty(sum(w.shape[0] for w in weights), first.shape[1], dtype=first.dtype, device=first.device)
-    for weight, part in zip(weights, whole.split([w.shape[0] for w in weights]), strict=True):
-        weight.data = part.copy_(weight.data)
+    for own in (weights, biases):
+        if own and _joined(own) is None:
+            whole = torch.cat([x.data for x in own])
+            for x, part in zip(own, whole.split([x.shape[0] for x in own]), strict=True):
+                x.data = part
 
 
 def lay_all(model: nn.Module) -> None:
@@ -69,20 +78,29 @@ def lay_all(model: nn.Module) -> None:
 def outputs(x: Tensor, maps: Sequence[Any], ahead: bool = False) -> tuple[Tensor, ...] | None:
     """The outputs of all maps of one token x [B, 1, D], by one product; None for other calls, and for weights that do
     not lie behind each other. ahead: the launch before does not write the weights."""
-    whole = whole_of(x, maps)
-    return None if whole is None else parts_of(linear(x, whole, ahead=ahead), maps)
+    found = _whole(x, maps)
+    return None if found is None else parts_of(linear(x, found[0], ahead=ahead, bias=found[1]), maps)
 
 
 def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:
-    """The matrix of all maps of one token x [B, 1, D], or None as for `outputs`."""
+    """The matrix of all maps of one token x [B, 1, D], or None as for `outputs` and for maps with biases."""
+    found = _whole(x, maps)
+    return None if found is None or found[1] is not None else found[0]
+
+
+def _whole(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """The matrix and the biases of all maps of one token."""
     if torch.is_grad_enabled() or x.shape[-2] != 1 or torch.compiler.is_compiling():
         return None
     if torch.is_autocast_enabled(x.device.type):  # which keeps casts of parameters, not of this view of several
         return None
-    weights = _weights(maps)
+    weights, biases = _own(maps)
     whole = _joined(weights) if len(weights) > 1 else None
+    bias = _joined(biases) if biases and whole is not None else None
+    if whole is None or (biases and bias is None):
+        return None
     # of modules, as its parts are, and with their requires_grad, by which torch chooses how to multiply
-    return None if whole is None else nn.Parameter(whole, whole.requires_grad)
+    return nn.Parameter(whole, whole.requires_grad), bias
 
 
 def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -91,28 +109,47 @@ def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def product_of(x: Tensor, module: Any, ahead: bool = True) -> Tensor:
-    """module(x); for few tokens on a GPU by the kernel for these. ahead: the launch before writes no weights."""
-    weight = plain_weight(module) if x.is_cuda and not torch.is_grad_enabled() else None
-    found: Tensor = module(x) if weight is None else linear(x, weight, ahead=ahead)
+    """module(x); for few tokens on a GPU by the kernel for these, one map of a sequence after the other. ahead: the
+    launch before writes no weights."""
+    if not x.is_cuda or torch.is_grad_enabled():
+        return called(module, x)
+    if in_turn(module):
+        for place, part in enumerate(module):
+            x = product_of(x, part, ahead or place > 0)
+        return x
+    own = plain_map(module)
+    return called(module, x) if own is None else linear(x, own[0], ahead=ahead, bias=own[1])
+
+
+def called(module: Any, x: Tensor) -> Tensor:
+    """module(x)."""
+    found: Tensor = module(x)
     return found
 
 
-def _weights(maps: Sequence[Any]) -> list[Tensor]:
-    """The maps' weights, none if they are not all plain and alike."""
-    found = [w for w in map(plain_weight, maps) if w is not None]
-    alike = len({(w.shape[1], w.dtype, w.device) for w in found}) == 1
-    return found if alike and len(found) == len(maps) else []
+def in_turn(module: Any) -> bool:
+    """Whether a module only calls its parts one after the other."""
+    return type(module) is nn.Sequential and not hooked(module)
 
 
-def _joined(weights: list[Tensor]) -> Tensor | None:
-    """The memory of weights that lie behind each other as one matrix."""
-    first, rows = weights[0], 0
+def _own(maps: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The maps' weights and biases; none if the maps are not all plain and alike."""
+    found = [own for own in map(plain_map, maps) if own is not None]
+    kinds = {(w.shape[1], w.dtype, w.device, None if b is None else b.dtype) for w, b in found}
+    if len(kinds) != 1 or len(found) < len(maps):
+        return [], []
+    return [w for w, _ in found], [b for _, b in found if b is not None]
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """The memory of weights or biases that lie behind each other, as one."""
+    first, rows = parts[0], 0
     if first.is_meta:
         return None
-    storage, width = first.untyped_storage().data_ptr(), first.shape[1]
-    for w in weights:
+    storage, width = first.untyped_storage().data_ptr(), first.shape[1:].numel()
+    for x in parts:
         place = first.data_ptr() + rows * width * first.element_size()
-        if w.data_ptr() != place or w.untyped_storage().data_ptr() != storage or not w.is_contiguous():
+        if x.data_ptr() != place or x.untyped_storage().data_ptr() != storage or not x.is_contiguous():
             return None
-        rows += w.shape[0]
-    return first.as_strided((rows, width), (width, 1))
+        rows += x.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dsf.kernels.product import linear
 from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side
@@ -34,7 +35,7 @@ class TimeStep(Owner):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
-        return nn.functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, bias=self.bias)
 
 
 class MambaBlock(Mixer):
@@ -96,7 +97,7 @@ class MambaBlock(Mixer):
         step, first, second = product_of(u, self.x_proj).split(
             [self.dt_proj.in_features, self.dims[1], self.dims[1]], dim=-1
         )
-        return self.dt_proj(step).unsqueeze(2), first.unsqueeze(2), second.unsqueeze(2)
+        return product_of(step, self.dt_proj).unsqueeze(2), first.unsqueeze(2), second.unsqueeze(2)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dsf.mixers._beside import hooked, lay, outputs, product_of
+from dsf.mixers._beside import hooked, in_turn, lay, outputs, product_of
 from dsf.mixers._sizes import Sized
 
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
@@ -96,8 +96,14 @@ class Owner(Sized):
 
     def maps_beside(self) -> list[Any]:
         """The maps named in `beside` that this module has."""
-        found = [getattr(self, name, None) for name in self.beside]
-        return [x for x in found if x is not None]
+        return [x for x in map(self._named, self.beside) if x is not None]
+
+    def _named(self, path: str) -> Any:
+        """The module of a name, or of a path such as "f_proj.0"; None where there is none."""
+        found: Any = self
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return found
 
     def made_first(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(the output of the first map named in `beside`, what `made` takes for the others): x alone, or behind it the
@@ -115,11 +121,13 @@ class Owner(Sized):
         return self.behind and not hooked(self)
 
     def made(self, side: Sequence[Tensor], name: str) -> Tensor:
-        """The output of a map. side: from `made_first`."""
-        called = getattr(self, name)
+        """The output of a map, or of maps in turn. side: from `made_first`."""
+        module, first = self._named(name), f"{name}.0"
+        if len(side) > 1 and first in self.beside and in_turn(module):
+            return product_of(self.made(side, first), module[1:])
         if len(side) == 1 or name not in self.beside:
-            return product_of(side[0], called)
-        return side[[id(x) for x in self.maps_beside()].index(id(called))]
+            return product_of(side[0], module)
+        return side[[id(x) for x in self.maps_beside()].index(id(module))]
 
 
 def fill(tensor: Tensor, start: Start) -> None:

@@ -107,7 +107,7 @@ class ForgettingAttention(Mixer):
             k, v = kv.chunk(2, dim=-1)
         return {
             **{name: y.unflatten(-1, (-1, n)) for name, y in (("q", q), ("k", k), ("v", v))},
-            "f": self.f_proj(x),
+            "f": product_of(x, self.f_proj),
         }
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -35,6 +35,7 @@ class GLA(Heads):
     """
 
     recurrence = gla
+    beside = ("in_proj", "g_proj", "gk_proj.0")
 
     def __init__(
         self,
@@ -63,4 +64,4 @@ class GLA(Heads):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         q, k, v = self.split(u)
-        return {"q": q * self.dims[1] ** -0.5, "k": k, "v": v, "g": self.per_head(self.gk_proj(side[0]))}
+        return {"q": q * self.dims[1] ** -0.5, "k": k, "v": v, "g": self.per_head(self.made(side, "gk_proj"))}

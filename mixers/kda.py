@@ -45,7 +45,7 @@ class KDA(Heads):
     """
 
     recurrence = kda_rate
-    beside: tuple[str, ...] = ("in_proj", "b_proj")
+    beside: tuple[str, ...] = ("in_proj", "b_proj", "f_proj.0", "g_proj.0")
     blur = 0.3  # as DeltaNet's
     A_log: Tensor
     dt_bias: Tensor
@@ -87,7 +87,7 @@ class KDA(Heads):
             "q": q,
             "k": k,
             "v": v,
-            "a": self.per_head(self.f_proj(side[0])),
+            "a": self.per_head(self.made(side, "f_proj")),
             "beta": self.made(side, "b_proj").sigmoid(),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,

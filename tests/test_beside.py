@@ -13,8 +13,9 @@ from dsf.mixers.models.parts import SwiGLU
 from dsf.models import CausalLM, ModelConfig
 
 LAYERS = {  # products of a token, beside each other and not
-    "gated_deltanet": (mixers.GatedDeltaNet, 2, 4), "deltanet": (mixers.DeltaNet, 2, 3), "gla": (mixers.GLA, 4, 5),
+    "gated_deltanet": (mixers.GatedDeltaNet, 2, 4), "deltanet": (mixers.DeltaNet, 2, 3), "gla": (mixers.GLA, 3, 5),
     "softmax_attention": (mixers.SoftmaxAttention, 2, 4), "retnet": (mixers.RetNet, 2, 3),
+    "linear_attention": (mixers.LinearAttention, 2, 4), "kda": (mixers.KDA, 4, 7),
 }  # fmt: skip
 each = pytest.mark.parametrize("kind", LAYERS)
 
@@ -97,7 +98,7 @@ def test_every_layer_s_token_is_that_of_weights_apart(entry):
     maps = layer.maps_beside()
     small = isinstance(layer, mixers.GatedDeltaNet)  # two small maps share a product in any case
     assert apart - products == (len(maps) - 1 - small if outputs_of(layer) else 0)
-    assert outputs_of(layer) == (len(maps) > 1 and all(m.bias is None for m in maps))
+    assert outputs_of(layer) == (len(maps) > 1 and len({m.bias is None for m in maps}) == 1)
 
 
 def outputs_of(layer):
@@ -128,9 +129,13 @@ def test_weights_that_cannot_lie_beside_each_other_are_multiplied_one_by_one():
         odd = SwiGLU(3, 5)  # rows of 12 bytes
         assert outputs(token, (odd.gate_proj, odd.up_proj)) is None and odd(token).shape == (1, 1, 3)
         biased = mixers.SoftmaxAttention(32, n_heads=2, bias=True)
-        assert outputs(torch.randn(1, 1, 32), biased.maps_beside()) is None
         plain = mixers.SoftmaxAttention(32, n_heads=2)
         x = torch.randn(1, 1, 32)
+        for made, m in zip(outputs(x, biased.maps_beside()), biased.maps_beside(), strict=True):
+            torch.testing.assert_close(made, m(x))
+        assert outputs(x, [*biased.maps_beside(), plain.q_proj]) is None
+        biased.v_proj.bias = nn.Parameter(biased.v_proj.bias.clone())
+        assert outputs(x, biased.maps_beside()) is None
         assert outputs(x, plain.maps_beside()) is not None and outputs(x.expand(1, 2, 32), plain.maps_beside()) is None
         with torch.autocast("cpu", torch.bfloat16):
             assert outputs(x, plain.maps_beside()) is None

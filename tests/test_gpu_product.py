@@ -58,6 +58,7 @@ def test_no_launch_reads_before_it_is_written(graph):
     width, pieces = 512, [Piece(256, 64), Piece(256)]
     squares = [nn.Parameter(m / width**0.5, False) for m in drawn(torch.bfloat16, *[(width, width)] * 24)]
     taps, weight = (m.bfloat16() for m in (torch.randn(width, 4, device="cuda"), torch.ones(width, device="cuda")))
+    bias = nn.Parameter(torch.randn(width, device="cuda").bfloat16(), False)
     window = torch.randn(1, width, 3, device="cuda").bfloat16()
     token, start = torch.empty(1, 1, width, device="cuda", dtype=torch.bfloat16), torch.randn(width, device="cuda")
 
@@ -68,7 +69,7 @@ def test_no_launch_reads_before_it_is_written(graph):
             wait()
             ys, state = short_convolution_step(y, taps, None, state, None, pieces, True)
             wait()
-            late = linear(torch.cat(ys, -1), m, ahead=True)
+            late = linear(torch.cat(ys, -1), m, ahead=True, bias=bias)
             wait()
             x, y = added_rms_norm(x, late, weight, then=m)
             wait()
@@ -108,6 +109,9 @@ MIXERS = [
     "rwkv7",
     "mamba3",
     "linear_attention",
+    "gla",
+    "kda",
+    "lru",
 ]
 
 

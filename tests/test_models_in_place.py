@@ -322,9 +322,9 @@ def test_weights_are_read_ahead_only_behind_a_launch_of_the_model(monkeypatch):
     """A layer that is called by itself, or whose weights a hook may gather, waits for the launch before."""
     seen = []
 
-    def linear(x, matrix, ahead=False):
+    def linear(x, matrix, ahead=False, bias=None):
         seen.append(ahead)
-        return torch.nn.functional.linear(x, matrix)
+        return torch.nn.functional.linear(x, matrix, bias)
 
     monkeypatch.setattr(_beside, "linear", linear)
     GatedDeltaNet(32, n_heads=2).step(torch.randn(1, 32))

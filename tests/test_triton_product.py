@@ -48,6 +48,23 @@ def test_a_product_alone(shape, outputs, launched):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shape, outputs", SHAPES, ids=str)
+def test_a_product_with_a_bias(shape, outputs, launched):
+    x, matrix, bias = drawn(shape, (outputs, shape[-1]), (outputs,))
+    wanted = x.double() @ matrix.double().T + bias.double()
+    for _ in range(3):
+        assert_near(linear(apart(x), matrix, "triton", bias=bias), wanted)
+    assert launched == [1]
+    for other in (bias.double(), bias.repeat_interleave(2)[::2]):  # torch's, or its error
+        if other.dtype == torch.float64:
+            with pytest.raises(RuntimeError, match="dtype"):
+                linear(x, matrix, "triton", bias=other)
+        else:
+            assert_near(linear(x, matrix, "triton", bias=other), wanted)
+    assert launched == [1 + other.is_contiguous()]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("with_gate", [False, True])

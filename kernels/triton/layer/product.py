@@ -49,10 +49,11 @@ def _row(of_x, of_gate, weight, more, r, eps, about: tl.constexpr, act: tl.const
 
 @triton.jit
 def product(
-    of_x, of_gate, weight, matrix, out, more, N, eps, about: tl.constexpr, act: tl.constexpr, ROWS: tl.constexpr,
+    of_x, of_gate, weight, matrix, bias, out, more, N, eps, about: tl.constexpr, act: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [ROWS, N] = rows · matrixᵀ, for matrix [N, groups · size] and rows that `norm_forward` would make of x.
+    """out [ROWS, N] = rows · matrixᵀ + bias, for matrix [N, groups · size], bias [N] or None, and rows that
+    `norm_forward` would make of x.
 
     of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
     the sum [ROWS, ·]). about: (groups, their size, ways: more than 1 where each has weights of its own). act: (norm,
@@ -73,4 +74,6 @@ def product(
         y = _row(of_x, of_gate, weight, more, r, eps, about, act, G, W)
         y = y.to(matrix.dtype.element_ty).to(tl.float32)  # as it would be stored
         found = tl.sum(tl.sum(rows.to(tl.float32) * y[None, :, :], axis=2), axis=1)
+        if bias is not None:
+            found += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(out + r * N + n, found.to(out.dtype.element_ty), mask=n < N)

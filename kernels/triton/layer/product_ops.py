@@ -23,8 +23,8 @@ def _rows(x: Tensor, width: int) -> tuple[Tensor, Any]:
 
 
 def _launch(
-    x: Tensor, matrix: Tensor, gate: Tensor | None, weight: Tensor | None, other: Tensor | None, total: Tensor | None,
-    group: int, norm: bool, first: bool, activation: int, eps: float, ahead: bool,
+    x: Tensor, matrix: Tensor, bias: Tensor | None, gate: Tensor | None, weight: Tensor | None, other: Tensor | None,
+    total: Tensor | None, group: int, norm: bool, first: bool, activation: int, eps: float, ahead: bool,
 ) -> Tensor:  # fmt: skip
     outputs, width = matrix.shape
     inner = width // group
@@ -36,7 +36,7 @@ def _launch(
     block, warps = table.product(outputs, power(inner) * held)
     launch(
         product, (-(-outputs // block),), of_x, nothing if gate is None else _rows(gate, width),
-        None if weight is None else weight.contiguous(), matrix, out,
+        None if weight is None else weight.contiguous(), matrix, bias, out,
         None if other is None else (*_rows(other, width), total), outputs, eps, about=(inner, group, ways),
         act=(norm, first, activation), ROWS=count, BN=block, G=power(inner), W=held, AHEAD=ahead,
         num_warps=warps, **early(x.device),
@@ -44,20 +44,22 @@ def _launch(
     return out
 
 
-def _product(x: Tensor, matrix: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
-    return _launch(x, matrix, gate, weight, None, None, *options)
+def _product(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, gate: Tensor | None, weight: Tensor | None, *options: Any
+) -> Tensor:
+    return _launch(x, matrix, bias, gate, weight, None, None, *options)
 
 
 def _added(
     x: Tensor, other: Tensor, matrix: Tensor, weight: Tensor | None, eps: float, ahead: bool
 ) -> tuple[Tensor, Tensor]:
     total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, other.dtype))
-    return total, _launch(x, matrix, None, weight, other, total, matrix.shape[1], True, False, 0, eps, ahead)
+    return total, _launch(x, matrix, None, None, weight, other, total, matrix.shape[1], True, False, 0, eps, ahead)
 
 
 row_product = operator(
-    "row_product(Tensor x, Tensor matrix, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, "
-    "int activation, float eps, bool ahead) -> Tensor",
+    "row_product(Tensor x, Tensor matrix, Tensor? bias, Tensor? gate, Tensor? weight, int group, bool norm, "
+    "bool gate_first, int activation, float eps, bool ahead) -> Tensor",
     _product,
 )
 added_row_product = operator(
