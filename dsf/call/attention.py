@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsf.call import packing
-from dsf.call.bind import Bound, cache_layout, environment
-from dsf.call.operands import Operands, fused_operands, operands, rates
+from dsf.call.bind import Bound, cache_layout
+from dsf.call.operands import Operands, fused_operands, operands, rates, rates_alone
 from dsf.call.plan import Plan
 from dsf.call.run import Timed, timed_inputs
 from dsf.kernels import scores
@@ -20,10 +20,8 @@ from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_behind, pl
 from dsf.kernels.turns import turn_pairs, turned_and_rounded, whole_turns_left_out
 from dsf.language.attention import divides_by_one
 from dsf.language.errors import FormError
-from dsf.language.expr import inputs_of
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
-from dsf.torch.evaluate import Evaluator
 from dsf.torch.lower import apply_rule
 from dsf.triton.attention import attend
 
@@ -140,12 +138,8 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None, wa
     Bare inputs are not evaluated: queries, keys and values of half precision reach the kernel unchanged.
     """
     a, k, v, scale = fused_operands(spec, bound, timed)
-    (row,), wide = spec.rows, bound.compute
-    exprs = [row.normal.angle, *(spec.log_decays or ()), *([] if spec.rule is None else [spec.rule])]
-    names = {i.attrs[0] for i in inputs_of(*exprs)}
-    few = replace(spec, inputs=tuple(i for i in spec.inputs if i.name in names))
-    env = environment(few, bound, timed) or {spec.readout: torch.zeros((), dtype=wide, device=bound.device)}
-    values = Evaluator(env, bound.sizes.keys, bound.sizes.p)
+    wide = bound.compute
+    values = rates_alone(spec, bound, timed)
     log, _, angle = rates(spec, bound, values, a.shape[0], a.shape[2])
     if angle is not None:
         a, k = a.to(wide), k.to(wide)

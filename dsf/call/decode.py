@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsf.call.attention import finish, scores_options, summed
 from dsf.call.bind import Bound, check_cache, decays
-from dsf.call.operands import fused_operands, operands
+from dsf.call.operands import fused_operands, operands, rates, rates_alone
 from dsf.call.packing import is_captured
 from dsf.call.run import timed_inputs
 from dsf.kernels import fixed_cache
@@ -79,8 +79,7 @@ def _overwrite(spec: Spec, bound: Bound, cache: KVCache) -> tuple[Tensor, KVCach
         a, k, v, scale = fused_operands(spec, bound, timed)
         log = gain = None
         if decays(spec):
-            x = operands(spec, bound, timed)
-            log, gain = (None if y is None else y.to(bound.compute) for y in (x.log, x.gain))
+            log, gain, _ = rates(spec, bound, rates_alone(spec, bound, timed), len(a), 1, bound.compute)
         return fixed_cache.step(cache, a, k, v, log, gain, scale, window, places).transpose(1, 2), cache
     x = operands(spec, bound, timed)
     s = summed(replace(x, log=None), cache)  # biases are the cache's: no sums of decays

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, angle_width, cached_heads, environment, key_width
@@ -62,9 +63,9 @@ def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
 
 
 def rates(
-    spec: Spec, bound: Bound, values: Evaluator, batch: int, tokens: int
+    spec: Spec, bound: Bound, values: Evaluator, batch: int, tokens: int, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """log, gain and angle of Operands."""
+    """log, gain and angle of Operands. dtype: of log and gain."""
     (row,) = spec.rows
     (term,) = row.terms
     sizes, (b_heads, a_heads) = bound.sizes, cached_heads(spec, bound.sizes)[1]
@@ -73,7 +74,7 @@ def rates(
         return x.expand(batch, tokens, sizes.heads, width)[:, :, :: sizes.heads // fewer].transpose(1, 2)
 
     def number(x: Expr) -> Tensor:
-        return layout(values(x).squeeze(-1), 1, b_heads).squeeze(-1).double()
+        return layout(values(x).squeeze(-1), 1, b_heads).squeeze(-1).to(dtype)
 
     log = gain = angle = None
     if b_heads:
@@ -85,6 +86,16 @@ def rates(
         found = found[..., ::2] if KEY in row.normal.angle.axes else found
         angle = layout(found, angle_width(spec, sizes), a_heads)
     return log, gain, angle
+
+
+def rates_alone(spec: Spec, bound: Bound, timed: Timed) -> Evaluator:
+    """The evaluator for `rates` and the quotient, of only the inputs that these take."""
+    row, gain = spec.rows[0], spec.rows[0].terms[0].gain
+    parts = [row.normal.angle, *(spec.log_decays or ()), gain, spec.rule]
+    names = {i.attrs[0] for i in inputs_of(*(x for x in parts if x is not None))}
+    few = replace(spec, inputs=tuple(i for i in spec.inputs if i.name in names))
+    env = environment(few, bound, timed) or {spec.readout: bound.zero()}
+    return Evaluator(env, bound.sizes.keys, bound.sizes.p)
 
 
 def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:
