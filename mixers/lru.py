@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsf
-from dsf import Key, Param, Scalar, System, Value, exp, turn
+from dsf import Key, Param, Scalar, System, Value, exp, sigmoid, turn
+from dsf.call.tokenwise import LARGEST
+from dsf.language.expr import Expr
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import normal
 from dsf.mixers._state_space import paired
@@ -34,11 +36,22 @@ def lru(
 RATES = "nu_log", "theta_log", "gamma_log", "log_step", "Lambda_re", "Lambda_im"  # of LRU and of S5
 
 
+def _activated_by_torch(y: Tensor, u: Tensor, skip: Tensor) -> Tensor:
+    return F.gelu(y + skip.to(y.dtype) * u, approximate="tanh")
+
+
+@dsf.tokenwise(by_torch=_activated_by_torch)
+def activated(y: Key, u: Key, skip: Param[Key]) -> Expr:
+    """GELU of y + D u, by tanh as JAX has it, in which these layers were published."""
+    x = y + skip * u
+    return x * sigmoid(2 * (2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
+
+
 class ComplexUnits(Mixer):
     """A layer around a complex diagonal system x: Re(C x) + D u, with the input B u.
 
-    Then GELU and a linear map with a gated linear unit. Every complex number is a head, N = 2 its real and imaginary
-    part, both read. bare: the system alone.
+    Then GELU (by tanh) and a linear map with a gated linear unit. Every complex number is a head, N = 2 its real and
+    imaginary part, both read. bare: the system alone.
     """
 
     D: Tensor
@@ -71,10 +84,14 @@ class ComplexUnits(Mixer):
 
     def mix(self, y: Tensor, side: Side, c: Tensor, factor: float = 1.0) -> Tensor:
         """factor Re(C x) + D u, GELU and GLU. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
-        y = F.linear(y.flatten(2), paired(c, factor))
-        skip = side[1].to(y.dtype) * side[0]
-        y = y + skip if self.shares is None else self.shares.leave(y + self.shares.once(skip))
-        return y if self.out is None else F.glu(self.out(F.gelu(y)), dim=-1)
+        y, (u, skip) = F.linear(y.flatten(2), paired(c, factor)), side
+        if self.shares is None and self.out is not None:
+            parts = next(n for n in range(1, y.shape[-1] + 1) if y.shape[-1] % n == 0 and y.shape[-1] // n <= LARGEST)
+            apart = (y.unflatten(-1, (parts, -1)), u.unflatten(-1, (parts, -1)), skip.unflatten(0, (parts, -1)))
+            return F.glu(self.out(activated(*apart).flatten(2)), dim=-1)
+        own = skip.to(y.dtype) * u
+        y = y + own if self.shares is None else self.shares.leave(y + self.shares.once(own))
+        return y if self.out is None else F.glu(self.out(F.gelu(y, approximate="tanh")), dim=-1)
 
 
 def _both(heads: int, n: int, p: int) -> Tensor:

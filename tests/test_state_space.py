@@ -201,7 +201,7 @@ def unit(m, x, A, gain, c):
     for one in x:
         state = A * state + gain * (torch.complex(m.B[:, 0], m.B[:, 1]) @ one.to(A.dtype))
         rows.append((of_pairs(c) @ state).real + m.D * one)
-    both = F.gelu(torch.stack(rows)) @ m.out.weight.T + m.out.bias
+    both = F.gelu(torch.stack(rows), approximate="tanh") @ m.out.weight.T + m.out.bias
     return both[:, :3] * torch.sigmoid(both[:, 3:])
 
 
