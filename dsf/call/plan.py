@@ -129,7 +129,8 @@ def make_plan(
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
 
     Turns that are a gauge, previous values and Pair inputs are computed first, by torch or, for chunk kernels, turns by
-    kernels (dsf.call.turned); the row is that of the plain system which remains (Spec.inner).
+    kernels (dsf.call.turned), unless the decode step runs; the row is that of the plain system which remains
+    (Spec.inner).
 
     On CUDA tensors the triton backend runs: the chunk form of identity, constant, scalar and key-diagonal decays,
     alone, with a delta rule or with a rank-one correction; the recurrent, scan and chunk forms of elementwise systems
