@@ -36,10 +36,13 @@ def test_token_by_token_is_the_recurrence(recurrence, in_place):
         assert_same(state.double(), last)
 
 
+@pytest.mark.parametrize("few", [0, 128])
 @pytest.mark.parametrize("recurrence", [mixers.mlstm, *FRAMED], ids=lambda r: r.name)
-def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, monkeypatch):
+def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, few, monkeypatch):
+    """In place, a program walks all blocks of a head; for few heads blocks have a program each."""
     from dsf.kernels.triton.pointwise import step_ops
 
+    monkeypatch.setattr(step_ops, "FEW", few)
     monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (1 if n == 1 else 4, 2, 1))
     wide = {i.name for i in recurrence.spec.inputs if "P" in i.kind.layout()}
     given = {n: x.float() for n, x in sample(recurrence, tokens=4).items()}

@@ -243,16 +243,17 @@ class _Step:
         return replace(found, entry=re.sub(r"\bn\b", "(n ^ 1)", found.entry)) if other else found, lanes
 
 
+def _stored(place: Access) -> Access:
+    return replace(place, role=".new_state" if place.value else ".new_shared", stored=True)
+
+
 def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     """Printed source and StepProgram of a spec's decode kernel."""
     plain, frame = plain_of(spec)
     kept = _kept(plain, frame)
     pairs = Pairs(() if frame is None else [node for _, node in frame.pairs])
     y = Access(".y", None, True, False, True, True)
-    roots = [
-        (x, y if part is None else replace(kept[part], role=".new_state", stored=True))
-        for x, part in _roots(plain, frame, pairs)
-    ]
+    roots = [(x, y if part is None else _stored(kept[part])) for x, part in _roots(plain, frame, pairs)]
     step, parts = _Step(spec, frame, kept), []
     held: list[Expr] = []
     own = [(e, a) for e, a in roots if not a.value]

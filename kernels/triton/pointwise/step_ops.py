@@ -45,6 +45,7 @@ class StepProgram:
 
 
 STEPS: Registry[StepProgram] = Registry("step")
+FEW = 128  # heads of all sequences, up to which a program each leaves most of a GPU idle
 
 
 def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
@@ -69,7 +70,7 @@ def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
     numbers, own = 4096, 1024
     if keys == 1:
         numbers, own = 1024, 256
-    if (keys >= 128 and (program.corrected or program.shared)) or (keys == 64 and program.general):
+    if (keys >= 128 and (program.corrected or program.ones)) or (keys == 64 and program.general):
         numbers, own = (2048 if program.corrected else 8192), 2048
     elif keys >= 128 and program.plain:
         own = 512
@@ -84,26 +85,46 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
     y = first.new_empty(batch, 1, heads, p)
     tensors: dict[str, Tensor | None] = {a.role: x for a, x in zip(program.inputs, operands, strict=True)}
-    tensors[".y"] = y
-    tensors |= {".state": state, ".new_state": new}
     keys, channels, warps = tile(n, p, program)
     parts = -(-p // channels)
-    together = program.shared and new is state  # one program must own the columns
-    blocks = parts if together else 1
+    held = program.shared and new is state  # columns that all programs of a head read and one overwrites
+    apart = held and parts > 1 and batch * heads <= FEW
+    blocks = parts if held and not apart else 1
+    after = torch.empty_like(state) if apart else new
+    tensors |= {".y": y, ".state": state, ".new_state": new, ".new_shared": after}
     args = arguments_of(program.accesses, tensors, heads, False)  # one token has no stride
     launch(
         step, (parts // blocks * heads * batch,), args, heads, p, body=program.functions.step,
         shared=program.functions.shared if program.shared else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
         BLOCKS=blocks, num_warps=warps, **early(y.device),
     )  # fmt: skip
+    if apart:
+        for rows, columns in _shared(program, n, p):
+            state[..., rows, columns].copy_(after[..., rows, columns])
     return y
+
+
+def _shared(program: StepProgram, n: int, p: int) -> list[tuple[slice, slice]]:
+    """The rows and columns of a state that belong to no channel."""
+    place = p + program.ones + program.stabilised
+    found = [(slice(n), slice(p, place))] if place > p else []
+    for key, value in program.before:
+        if not value:
+            found.append((slice(n if key else 1), slice(place, place + 1)))
+        place += _width(n, p, key, value)
+    return found
+
+
+def _width(n: int, p: int, key: bool, value: bool) -> int:
+    """Columns of n rows that a previous value fills."""
+    return -(-(n if key else 1) * (p if value else 1) // n)
 
 
 def _start(program: StepProgram, operands: Sequence[Tensor]) -> Tensor:
     """The state before the first token."""
     batch, heads, n, p = _sizes(program, operands)
     own = p + program.ones + program.stabilised
-    before = sum(-(-(n if key else 1) * (p if value else 1) // n) for key, value in program.before)
+    before = sum(_width(n, p, *axes) for axes in program.before)
     state = operands[0].new_zeros(batch, heads, n, own + before, dtype=torch.float32)
     if program.stabilised:
         state[..., own - 1] = EMPTY
