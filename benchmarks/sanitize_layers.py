@@ -15,7 +15,7 @@ from dsf.kernels.fixed_cache import attend, fixed, write
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
-from dsf.kernels.product import linear
+from dsf.kernels.product import by_blocks, linear
 from dsf.kernels.rotary import angles, rotary
 from dsf.kernels.triton.attention.step_ops import attention_step
 from dsf.mixers import get
@@ -52,6 +52,7 @@ def products(x, gate, weight, matrix):
     total, behind_sum = added_rms_norm(x, gate, weight, then=matrix, **how)
     return {
         "alone": linear(x, matrix, **how), "with a bias": linear(x, matrix, bias=matrix[:, 0].contiguous(), **how),
+        "of blocks": by_blocks((x, gate), [matrix.flatten()[:160].view(10, 4, 4)] * 2, **how),
         "behind a gate": gated(x, gate, then=matrix, **how),
         "behind a norm of groups": gated_rms_norm(x, weight, gate, groups=4, then=matrix, **how),
         "sum": total, "behind its norm": behind_sum,

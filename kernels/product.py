@@ -6,6 +6,8 @@ for the weights before the launch that makes x has ended (dsf.kernels.triton.lay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from dsf.kernels.convolution import KINDS, TRITON
 
 ROWS = 4  # most rows; for more, products by tensor cores are faster
 LARGEST = 16384  # most numbers of a row
+NARROW = 16  # most rows of a block
 
 
 def few(x: Tensor, matrix: Tensor) -> bool:
@@ -57,3 +60,26 @@ def linear(x: Tensor, matrix: Tensor, backend: str = "auto", ahead: bool = False
         x, matrix, bias, None, None, matrix.shape[1], False, False, 0, 0.0, ahead and older(matrix)
     )  # fmt: skip
     return found.view(*x.shape[:-1], matrix.shape[0])
+
+
+def by_blocks(xs: Sequence[Tensor], weights: Sequence[Tensor], backend: str = "auto") -> Tensor:
+    """Each x [..., C] times a matrix of its own, whose blocks [C / W, W, W] (outputs first) are its weight: the results
+    side by side, [..., C · maps]. By the kernel sums are in float32, rounded once; it has no gradients.
+
+    backend: as for `linear`; "auto" takes the kernel on a GPU for narrow blocks where no gradient is wanted.
+    """
+    kinds = {y.dtype for y in (*xs, *weights)}
+    free = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(map(_is_placed, (*xs, *weights))))
+    fits = len(kinds) == 1 and kinds <= set(KINDS) and weights[0].shape[-1] <= NARROW and xs[0].numel() > 0
+    wanted = backend == "triton" or (backend == "auto" and xs[0].is_cuda and TRITON)
+    if wanted and fits and free and not torch.is_autocast_enabled("cuda" if xs[0].is_cuda else "cpu"):
+        from dsf.kernels.triton.layer.product_ops import block_products
+
+        found: Tensor = block_products(list(xs), list(weights))
+        return found.view(*xs[0].shape[:-1], -1)
+    made = [torch.einsum("...gi,goi->...go", x.unflatten(-1, w.shape[:2]), w) for x, w in zip(xs, weights, strict=True)]
+    return torch.cat([y.flatten(-2) for y in made], -1)
+
+
+def _is_placed(x: Tensor) -> bool:
+    return hasattr(x, "device_mesh")

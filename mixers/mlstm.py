@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dsf
 from dsf import Expr, Key, N, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, silu
+from dsf.kernels.product import by_blocks, linear
 from dsf.language.errors import InputError
 from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
@@ -237,9 +238,9 @@ class MLSTM(Mixer):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, raw = self.dims[0], side[0]
         if u.shape[1] == 1 and not torch.is_grad_enabled():  # launches are what a token costs, not copies
-            q, k, v = self.q_proj(u), self.k_proj(u), self.v_proj(raw)
-            i, f = self.gates(F.linear(torch.cat([q, k, v], -1), self.gates.weight)).chunk(2, -1)
-            return {"q": _by(q, heads), "k": _by(k, heads), "v": _by(v, heads), "i": i, "f": f}
+            every = by_blocks((u, u, raw), [m.weight for m in (self.q_proj, self.k_proj, self.v_proj)])
+            i, f = self.gates(linear(every, self.gates.weight, ahead=True)).chunk(2, -1)
+            return {**{name: _by(x, heads) for name, x in zip("qkv", every.chunk(3, -1), strict=True)}, "i": i, "f": f}
         seen, seen_raw = self.gates.before(self.q_proj, self.k_proj, self.v_proj)
         of_u, q, k = mapped(u, heads, seen, self.q_proj, self.k_proj)
         of_raw, v = mapped(raw, heads, seen_raw, self.v_proj)

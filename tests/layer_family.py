@@ -8,7 +8,7 @@ from dsf.call import tokenwise
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
-from dsf.kernels.product import linear
+from dsf.kernels.product import by_blocks, linear
 from dsf.kernels.rotary import rotary
 from dsf.kernels.triton import early as starts
 from dsf.parallel import Simulated, windows
@@ -59,6 +59,7 @@ def products():
     linear(x, matrix, "triton")
     matrix = torch.nn.Parameter(matrix.detach(), False)  # read ahead
     linear(x, matrix, "triton", True, tensor(96))
+    by_blocks((x, x), [tensor(64, 4, 4)] * 2, "triton")
     gated(x, x, backend="triton", then=matrix)
     gated_rms_norm(x.view(2, 1, 4, 64), tensor(64), x.view(2, 1, 4, 64), backend="triton", then=matrix)
     added_rms_norm(x, x, weight, backend="triton", then=matrix)

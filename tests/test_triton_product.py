@@ -6,7 +6,7 @@ from interpreted import interpreted
 from test_triton_layer_norm import definition
 
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
-from dsf.kernels.product import ROWS, few, linear
+from dsf.kernels.product import ROWS, by_blocks, few, linear
 
 pytestmark = interpreted
 
@@ -62,6 +62,20 @@ def test_a_product_with_a_bias(shape, outputs, launched):
         else:
             assert_near(linear(x, matrix, "triton", bias=other), wanted)
     assert launched == [1 + other.is_contiguous()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows, channels, size", [(1, 40, 4), (3, 264, 2), (5, 48, 16), (2, 5, 1)])
+def test_matrices_of_blocks(rows, channels, size):
+    """Of rows that lie apart, and of one tensor twice; the third call is a remembered one."""
+    x, z, *weights = drawn((rows, 1, channels), (rows, 1, channels), *[(channels // size, size, size)] * 3)
+    xs = apart(x), apart(x), z
+    wanted = torch.cat([y.double() @ torch.block_diag(*w.double()).T for y, w in zip(xs, weights, strict=True)], -1)
+    for _ in range(3):
+        assert_near(by_blocks(xs, weights, "triton"), wanted)
+    assert_near(by_blocks(xs, weights, "torch"), wanted)
+    wide = drawn((rows, 1, 36), (2, 18, 18))
+    assert_near(by_blocks(wide[:1], wide[1:], "triton"), wide[0].double() @ torch.block_diag(*wide[1].double()).T)
 
 
 @torch.no_grad()

@@ -77,3 +77,23 @@ def product(
         if bias is not None:
             found += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(out + r * N + n, found.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def block_product(
+    xs, weights, out, C, MAPS: tl.constexpr, SIZE: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """out [B, MAPS, C]: rows of each of xs, a (tensor, stride of a row), times a matrix of blocks, outputs first.
+
+    Grid (C / BC, B).
+    """
+    row = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    begin(EARLY)
+    for j in tl.static_range(MAPS):
+        x, stride = xs[j]
+        total = tl.zeros((BC,), tl.float32)
+        for i in tl.static_range(SIZE):
+            seen = tl.load(x + row * stride + c // SIZE * SIZE + i, mask=c < C, other=0.0).to(tl.float32)
+            total += seen * tl.load(weights[j] + c * SIZE + i, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(out + (row * MAPS + j) * C + c, total.to(out.dtype.element_ty), mask=c < C)

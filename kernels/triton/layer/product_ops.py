@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
-from dsf.kernels.triton.layer.product import product
+from dsf.kernels.triton.layer.product import block_product, product
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.sizes import power
+
+BLOCK = 128  # channels of a program
 
 
 def _rows(x: Tensor, width: int) -> tuple[Tensor, Any]:
@@ -57,6 +60,20 @@ def _added(
     return total, _launch(x, matrix, None, None, weight, other, total, matrix.shape[1], True, False, 0, eps, ahead)
 
 
+def _by_blocks(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    channels, size = xs[0].shape[-1], weights[0].shape[-1]
+    of_xs = tuple(_rows(x, channels) for x in xs)
+    rows, maps = of_xs[0][0].shape[0], len(xs)
+    out = xs[0].new_empty(rows, maps * channels)
+    programs = -(-channels // BLOCK)
+    launch(
+        block_product, (programs, rows), of_xs, tuple(w.contiguous() for w in weights), out, channels, MAPS=maps,
+        SIZE=size, BC=BLOCK, num_warps=BLOCK // 32, **early(xs[0].device, programs * rows),
+    )  # fmt: skip
+    return out
+
+
+block_products = operator("block_products(Tensor[] xs, Tensor[] weights) -> Tensor", _by_blocks)
 row_product = operator(
     "row_product(Tensor x, Tensor matrix, Tensor? bias, Tensor? gate, Tensor? weight, int group, bool norm, "
     "bool gate_first, int activation, float eps, bool ahead) -> Tensor",
