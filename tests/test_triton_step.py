@@ -43,7 +43,8 @@ def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, few, monk
     from dsf.kernels.triton.pointwise import step_ops
 
     monkeypatch.setattr(step_ops, "FEW", few)
-    monkeypatch.setattr(step_ops, "tile", lambda n, p, whole: (1 if n == 1 else 4, 2, 1))
+    monkeypatch.setattr(step_ops, "MANY", 2)
+    monkeypatch.setattr(step_ops, "tile", lambda n, *_: (1 if n == 1 else 4, 2, 1))
     wide = {i.name for i in recurrence.spec.inputs if "P" in i.kind.layout()}
     given = {n: x.float() for n, x in sample(recurrence, tokens=4).items()}
     given |= {n: torch.cat([given[n]] * 2, -1)[..., :7] for n in wide}

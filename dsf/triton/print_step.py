@@ -281,6 +281,6 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     before = tuple((a.key, a.value) for x, a in kept.items() if x not in (STATE, COLUMN, LEVEL))
     program = StepProgram(
         inputs, tuple(step.accesses), plain.ones is not None, plain.is_stabilised, bool(own), whole, plain.rank > 0,
-        general, identity, before,
+        general, identity, KEY in plain.decay_axes, plain.micro, before,
     )  # fmt: skip
     return Source(f"{identifier(spec.name)}_step", text, ()), program

@@ -54,7 +54,7 @@ def kernel_of(spec: Spec, sizes: Sizes) -> str:
     """Name of the decode kernel with its tile."""
     from dsf.kernels.triton.pointwise.step_ops import STEPS, tile
 
-    keys, channels, warps = tile(sizes.n, sizes.p, STEPS[program_of(spec)[1]])
+    keys, channels, warps = tile(sizes.n, sizes.p, STEPS[program_of(spec)[1]], sizes.batch * sizes.heads)
     return f"decode step ({keys} keys x {channels} channels, {warps} warps)"
 
 

@@ -27,8 +27,8 @@ class StepProgram:
 
     ones: the state has a column of the normaliser; stabilised: and one of the running maximum. shared: it has columns
     that belong to no channel. whole: a sum over channels needs all of them in one program. corrected: A has
-    corrections; general: that are no delta rules; plain: A is the identity. before: of every previous value that the
-    state keeps, whether it has Key and Value axes.
+    corrections; general: that are no delta rules; plain: A is the identity; keyed: it decays by key; micro: rows a
+    token. before: of every previous value that the state keeps, whether it has Key and Value axes.
     """
 
     inputs: tuple[Access, ...]
@@ -40,12 +40,15 @@ class StepProgram:
     corrected: bool
     general: bool
     plain: bool
+    keyed: bool
+    micro: int
     before: tuple[tuple[bool, bool], ...] = ()
     functions: Any = field(default=None, compare=False)
 
 
 STEPS: Registry[StepProgram] = Registry("step")
 FEW = 128  # heads of all sequences, up to which a program each leaves most of a GPU idle
+MANY = 8  # blocks of channels from which walking them takes longer than a copy behind the launch
 
 
 def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
@@ -59,20 +62,27 @@ def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, 
     return batch, heads, n, p
 
 
-def tile(n: int, p: int, program: StepProgram) -> tuple[int, int, int]:
-    """(padded N, channels at a time, warps) of a program.
+def tile(n: int, p: int, program: StepProgram, heads: int) -> tuple[int, int, int]:
+    """(padded N, channels at a time, warps) of a program. heads: of all sequences.
 
-    Sums over many keys are fastest inside one warp where the new state depends on them. With a normaliser a program
-    walks several blocks of channels, with as many loads in flight as registers allow. Where A is the identity, 8 warps
-    were faster than 4.
+    By measurements on an H200 (docs/kernels/decode.md). With columns that belong to no channel a program walks several
+    blocks of channels, with as many loads in flight as registers allow. Few heads have more programs.
     """
-    keys, channels = power(n), power(p)
-    numbers, own = 4096, 1024
+    keys, channels, few = power(n), power(p), heads <= FEW
+    numbers, own = 4096, 1024  # of a program's tile, of a warp
     if keys == 1:
         numbers, own = 1024, 256
-    if (keys >= 128 and (program.corrected or program.ones)) or (keys == 64 and program.general):
+    elif keys <= 16:
+        numbers = 1024
+    elif keys >= 128 and program.corrected:
+        numbers, own = (4096, 512) if few or program.micro == 1 else (2048, 2048)
+    elif keys >= 128 and program.shared:
+        numbers, own = 8192, 2048
+    elif few and keys >= 64 and not program.shared:
+        numbers, own = 2048, 512
+    elif keys == 64 and program.general:
         numbers, own = (2048 if program.corrected else 8192), 2048
-    elif keys >= 128 and program.plain:
+    elif keys >= 128 and (program.plain or program.keyed):
         own = 512
     if not program.whole:
         channels = max(min(channels, 16), min(channels, numbers // keys))
@@ -85,10 +95,10 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     first = next(x for a, x in zip(program.inputs, operands, strict=True) if a.time)
     y = first.new_empty(batch, 1, heads, p)
     tensors: dict[str, Tensor | None] = {a.role: x for a, x in zip(program.inputs, operands, strict=True)}
-    keys, channels, warps = tile(n, p, program)
+    keys, channels, warps = tile(n, p, program, batch * heads)
     parts = -(-p // channels)
     held = program.shared and new is state  # columns that all programs of a head read and one overwrites
-    apart = held and parts > 1 and batch * heads <= FEW
+    apart = held and parts >= MANY and batch * heads <= FEW
     blocks = parts if held and not apart else 1
     after = torch.empty_like(state) if apart else new
     tensors |= {".y": y, ".state": state, ".new_state": new, ".new_shared": after}
