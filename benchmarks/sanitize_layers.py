@@ -51,7 +51,8 @@ def products(x, gate, weight, matrix):
     how = {"backend": backend(x)}
     total, behind_sum = added_rms_norm(x, gate, weight, then=matrix, **how)
     return {
-        "alone": linear(x, matrix, **how), "with a bias": linear(x, matrix, bias=matrix[:, 0].contiguous(), **how),
+        "alone": linear(x, matrix, **how),
+        "with a bias": linear(x, matrix, bias=matrix[:, 0].contiguous(), sigmoid=(2, 5), **how),
         "of blocks": by_blocks((x, gate), [matrix.flatten()[:160].view(10, 4, 4)] * 2, **how),
         "behind a gate": gated(x, gate, then=matrix, **how),
         "behind a norm of groups": gated_rms_norm(x, weight, gate, groups=4, then=matrix, **how),

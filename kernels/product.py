@@ -43,22 +43,32 @@ def takes(x: Tensor, matrix: Tensor) -> bool:
     return x.is_cuda and TRITON and few(x, matrix)
 
 
-def linear(x: Tensor, matrix: Tensor, backend: str = "auto", ahead: bool = False, bias: Tensor | None = None) -> Tensor:
+def multiplies(x: Tensor, matrix: Tensor, bias: Tensor | None = None, backend: str = "auto") -> bool:
+    """Whether `linear` takes the kernel."""
+    taken = few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)
+    fits = bias is None or (bias.dtype == matrix.dtype and bias.is_contiguous())
+    return taken and fits and x.shape[-1] == matrix.shape[1]
+
+
+def linear(
+    x: Tensor, matrix: Tensor, backend: str = "auto", ahead: bool = False, bias: Tensor | None = None,
+    sigmoid: tuple[int, int] = (0, 0),
+) -> Tensor:  # fmt: skip
     """x [..., D] · matrixᵀ + bias for a matrix [out, D], bias [out]: [..., out]. By the kernel sums are in float32,
     rounded once.
 
     backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto". ahead: the launch
-    before this one does not write the matrix (`older`).
+    before this one does not write the matrix (`older`). sigmoid: the first output that passes one, and the one after
+    the last.
     """
-    taken = few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)
-    fits = bias is None or (bias.dtype == matrix.dtype and bias.is_contiguous())
-    if not (taken and fits) or x.shape[-1] != matrix.shape[1]:
-        return F.linear(x, matrix, bias)
+    low, high = sigmoid
+    if not multiplies(x, matrix, bias, backend):
+        y = F.linear(x, matrix, bias)
+        return y if low == high else torch.cat([y[..., :low], y[..., low:high].sigmoid(), y[..., high:]], -1)
     from dsf.kernels.triton.layer.product_ops import row_product
 
-    found: Tensor = row_product(
-        x, matrix, bias, None, None, matrix.shape[1], False, False, 0, 0.0, ahead and older(matrix)
-    )  # fmt: skip
+    early = ahead and older(matrix)
+    found: Tensor = row_product(x, matrix, bias, None, None, matrix.shape[1], False, False, 0, 0.0, early, low, high)
     return found.view(*x.shape[:-1], matrix.shape[0])
 
 

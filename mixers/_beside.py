@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsf.kernels.product import linear, takes
+from dsf.kernels.product import linear, multiplies, takes
 
 ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins where fast products read
 
@@ -75,11 +75,22 @@ def lay_all(model: nn.Module) -> None:
             lay(maps())
 
 
-def outputs(x: Tensor, maps: Sequence[Any], ahead: bool = False) -> tuple[Tensor, ...] | None:
+def outputs(
+    x: Tensor, maps: Sequence[Any], ahead: bool = False, sigmoid: Any = None
+) -> tuple[Tensor, ...] | None:  # fmt: skip
     """The outputs of all maps of one token x [B, 1, D], by one product; None for other calls, and for weights that do
-    not lie behind each other. ahead: the launch before does not write the weights."""
+    not lie behind each other. ahead: the launch before does not write the weights. sigmoid: the map whose output
+    passes one, or None."""
     found = _whole(x, maps)
-    return None if found is None else parts_of(linear(x, found[0], ahead=ahead, bias=found[1]), maps)
+    if found is None:
+        return None
+    place = next((i for i, m in enumerate(maps) if m is sigmoid), None)
+    if place is None or not multiplies(x, *found):
+        parts = parts_of(linear(x, found[0], ahead=ahead, bias=found[1]), maps)
+        return tuple(y.sigmoid() if i == place else y for i, y in enumerate(parts))
+    low = sum(m.weight.shape[0] for m in maps[:place])
+    rows = low, low + maps[place].weight.shape[0]
+    return parts_of(linear(x, found[0], ahead=ahead, bias=found[1], sigmoid=rows), maps)
 
 
 def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:

@@ -26,6 +26,7 @@ class Owner(Sized):
 
     behind = False  # True: what the layer is given comes from a launch of its model, which writes no weights
     beside: tuple[str, ...] = ()  # maps of the same input, whose weights are kept behind each other (`_beside`)
+    sigmoid: str | None = None  # that of them whose output passes a sigmoid
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Owner(Sized):
         """(the output of the first map named in `beside`, what `made` takes for the others): x alone, or behind it the
         others' outputs where one product made them all."""
         maps = self.maps_beside()
-        found = outputs(x, maps, self._reads_ahead())
+        found = outputs(x, maps, self._reads_ahead(), None if self.sigmoid is None else self._named(self.sigmoid))
         return (self.first_map(x, maps[0]), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def first_map(self, x: Tensor, module: Any) -> Tensor:
@@ -121,12 +122,13 @@ class Owner(Sized):
         return self.behind and not hooked(self)
 
     def made(self, side: Sequence[Tensor], name: str) -> Tensor:
-        """The output of a map, or of maps in turn. side: from `made_first`."""
+        """The output of a map, or of maps in turn, after the sigmoid of the one named so. side: from `made_first`."""
         module, first = self._named(name), f"{name}.0"
         if len(side) > 1 and first in self.beside and in_turn(module):
             return product_of(self.made(side, first), module[1:])
         if len(side) == 1 or name not in self.beside:
-            return product_of(side[0], module)
+            y = product_of(side[0], module)
+            return y.sigmoid() if name == self.sigmoid else y
         return side[[id(x) for x in self.maps_beside()].index(id(module))]
 
 

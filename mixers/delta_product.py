@@ -93,6 +93,7 @@ class DeltaProduct(Heads):
 
     recurrence = delta_product
     beside = ("in_proj", "g_proj", "b_proj", "a_proj")
+    sigmoid = "b_proj"
     blur = 0.3  # as DeltaNet's
     gated = False
 
@@ -140,7 +141,7 @@ class DeltaProduct(Heads):
             "q": q,
             "k": k.unflatten(2, self.steps),
             "v": v.unflatten(2, self.steps),
-            "beta": self.beta_max * self.made(side, "b_proj").unflatten(-1, self.steps).sigmoid(),
+            "beta": self.beta_max * self.made(side, "b_proj").unflatten(-1, self.steps),
         }
 
 

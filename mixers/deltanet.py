@@ -39,6 +39,7 @@ class DeltaNet(Mixer):
 
     recurrence = deltanet
     beside: tuple[str, ...] = ("qkv_proj", "b_proj")
+    sigmoid = "b_proj"
     blur: float | None = 0.3
     key_length: float | None = 1.0  # to which keys are brought
 
@@ -93,10 +94,9 @@ class DeltaNet(Mixer):
         return self._written(u, self.made(side, "b_proj"))
 
     def _written(self, u: Tensor, b: Tensor) -> dict[str, Tensor]:
-        """q, k, v and beta, from their pre-activations."""
+        """q, k, v and beta, from what the convolution made of them and the sigmoid of b_proj's output."""
         q, k, v = split_heads(u, self.split, self.lengths)
-        beta = b.sigmoid() if self.beta_max == 1.0 else self.beta_max * b.sigmoid()
-        return {"q": q, "k": k, "v": v, "beta": beta}
+        return {"q": q, "k": k, "v": v, "beta": b if self.beta_max == 1.0 else self.beta_max * b}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         return normed(self.o_norm, y, None, self.o_proj)

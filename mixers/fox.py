@@ -45,6 +45,7 @@ class ForgettingAttention(Mixer):
 
     recurrence = fox
     beside = ("kv_proj", "q_proj", "shift_proj", "g_proj")
+    sigmoid = "shift_proj"
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class ForgettingAttention(Mixer):
         (kv, *given), (_, n, _) = side, self.dims
         x, q = given[0], self.made(given, "q_proj")
         if self.shift_proj is not None and self.q_norm is not None and self.k_norm is not None:
-            share = self.made(given, "shift_proj").sigmoid().unsqueeze(-1)
-            kv = torch.lerp(*(x.unflatten(-1, (-1, n)) for x in (kv, u)), share).flatten(2)
+            share = self.made(given, "shift_proj").unsqueeze(-1)
+            kv = torch.lerp(kv.unflatten(-1, (-1, n)), u.unflatten(-1, (-1, n)), share).flatten(2)
             k, v = kv.chunk(2, dim=-1)
             q, k = self.q_norm(q), self.k_norm(k)
         else:

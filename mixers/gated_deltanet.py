@@ -72,6 +72,7 @@ class GatedDeltaNet(DeltaNet):
             b, a = self.made(side, "b_proj"), self.made(side, "a_proj")
         else:
             b, a = side_by_side(side[0], self.b_proj, self.a_proj)
+            b = b.sigmoid()
         return {**self._written(u, b), "a": a, "A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:

@@ -39,7 +39,8 @@ class GatedDeltaNet2(KDA):
     """
 
     recurrence = gated_deltanet2_rate
-    beside = ("in_proj", "b_proj", "w_proj")
+    beside = ("in_proj", "b_proj", "w_proj", "f_proj.0", "g_proj.0")
+    sigmoid = None
 
     def own_more(self, d_model: int, bare: bool) -> None:
         heads, n, p = self.dims

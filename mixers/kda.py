@@ -46,6 +46,7 @@ class KDA(Heads):
 
     recurrence = kda_rate
     beside: tuple[str, ...] = ("in_proj", "b_proj", "f_proj.0", "g_proj.0")
+    sigmoid: str | None = "b_proj"
     blur = 0.3  # as DeltaNet's
     A_log: Tensor
     dt_bias: Tensor
@@ -88,7 +89,7 @@ class KDA(Heads):
             "k": k,
             "v": v,
             "a": self.per_head(self.made(side, "f_proj")),
-            "beta": self.made(side, "b_proj").sigmoid(),
+            "beta": self.made(side, "b_proj"),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
         }

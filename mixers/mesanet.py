@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import Key, Memory, Param, Scalar, System, Value, learn, norm2, sigmoid, softplus
+from dsf.mixers._beside import product_of
 from dsf.mixers._heads import Heads
 from dsf.mixers._module import Side, Span
 from dsf.mixers._own import full
@@ -76,5 +77,5 @@ class MesaNet(Heads):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         x, (q, k), v = side[0], self.split(u), self.made(side, "v_proj")
-        v, f, beta = self.per_head(v), self.a_proj(x), self.b_proj(x).sigmoid()
+        v, f, beta = self.per_head(v), product_of(x, self.a_proj), product_of(x, self.b_proj).sigmoid()
         return {"q": q, "k": k, "v": v, "f": f, "beta": beta, "lam": self.lam}

@@ -58,7 +58,7 @@ def products():
     x, matrix, weight = tensor(2, 1, 256), tensor(96, 256), tensor(256)
     linear(x, matrix, "triton")
     matrix = torch.nn.Parameter(matrix.detach(), False)  # read ahead
-    linear(x, matrix, "triton", True, tensor(96))
+    linear(x, matrix, "triton", True, tensor(96), (3, 7))
     by_blocks((x, x), [tensor(64, 4, 4)] * 2, "triton")
     gated(x, x, backend="triton", then=matrix)
     gated_rms_norm(x.view(2, 1, 4, 64), tensor(64), x.view(2, 1, 4, 64), backend="triton", then=matrix)

@@ -65,6 +65,16 @@ def test_a_product_with_a_bias(shape, outputs, launched):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("rows", [(0, 7), (3, 5), (129, 130), (4, 4)], ids=str)
+def test_some_outputs_pass_a_sigmoid(rows, backend):
+    x, matrix, bias = drawn((3, 1, 40), (130, 40), (130,))
+    wanted = x.double() @ matrix.double().T + bias.double()
+    wanted[..., slice(*rows)] = wanted[..., slice(*rows)].sigmoid()
+    assert_near(linear(x, matrix, backend, bias=bias, sigmoid=rows), wanted)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("rows, channels, size", [(1, 40, 4), (3, 264, 2), (5, 48, 16), (2, 5, 1)])
 def test_matrices_of_blocks(rows, channels, size):
     """Of rows that lie apart, and of one tensor twice; the third call is a remembered one."""

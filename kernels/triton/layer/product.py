@@ -57,7 +57,8 @@ def product(
 
     of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
     the sum [ROWS, ·]). about: (groups, their size, ways: more than 1 where each has weights of its own). act: (norm,
-    gate before the norm, which activation). AHEAD: the matrix is older than the launch before. Grid (N / BN).
+    gate before the norm, which activation, the first output that passes a sigmoid, the one after the last). AHEAD: the
+    matrix is older than the launch before. Grid (N / BN).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.arange(0, G)[:, None]
@@ -76,6 +77,9 @@ def product(
         found = tl.sum(tl.sum(rows.to(tl.float32) * y[None, :, :], axis=2), axis=1)
         if bias is not None:
             found += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        if act[4] > act[3]:
+            stored = found.to(out.dtype.element_ty).to(tl.float32)
+            found = tl.where((n >= act[3]) & (n < act[4]), tl.sigmoid(stored), found)
         tl.store(out + r * N + n, found.to(out.dtype.element_ty), mask=n < N)
 
 

@@ -28,6 +28,7 @@ def _rows(x: Tensor, width: int) -> tuple[Tensor, Any]:
 def _launch(
     x: Tensor, matrix: Tensor, bias: Tensor | None, gate: Tensor | None, weight: Tensor | None, other: Tensor | None,
     total: Tensor | None, group: int, norm: bool, first: bool, activation: int, eps: float, ahead: bool,
+    low: int = 0, high: int = 0,
 ) -> Tensor:  # fmt: skip
     outputs, width = matrix.shape
     inner = width // group
@@ -41,7 +42,7 @@ def _launch(
         product, (-(-outputs // block),), of_x, nothing if gate is None else _rows(gate, width),
         None if weight is None else weight.contiguous(), matrix, bias, out,
         None if other is None else (*_rows(other, width), total), outputs, eps, about=(inner, group, ways),
-        act=(norm, first, activation), ROWS=count, BN=block, G=power(inner), W=held, AHEAD=ahead,
+        act=(norm, first, activation, low, high), ROWS=count, BN=block, G=power(inner), W=held, AHEAD=ahead,
         num_warps=warps, **early(x.device),
     )  # fmt: skip
     return out
@@ -76,7 +77,7 @@ def _by_blocks(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 block_products = operator("block_products(Tensor[] xs, Tensor[] weights) -> Tensor", _by_blocks)
 row_product = operator(
     "row_product(Tensor x, Tensor matrix, Tensor? bias, Tensor? gate, Tensor? weight, int group, bool norm, "
-    "bool gate_first, int activation, float eps, bool ahead) -> Tensor",
+    "bool gate_first, int activation, float eps, bool ahead, int low=0, int high=0) -> Tensor",
     _product,
 )
 added_row_product = operator(
