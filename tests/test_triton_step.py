@@ -56,6 +56,26 @@ def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, few, monk
     assert torch.equal(new, state)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("recurrence", [*DECODED, *FRAMED], ids=lambda r: r.name)
+def test_several_heads_of_a_program(recurrence, in_place, monkeypatch):
+    """Of five, so that the last program has fewer than it could take."""
+    from dsf.kernels.triton.pointwise import step_ops
+
+    monkeypatch.setattr(step_ops, "_heads_of", lambda *_: 4)
+    given = {n: x.float() for n, x in sample(recurrence, tokens=3, heads=5).items()}
+    y, _ = decode(recurrence, given, in_place=in_place)
+    assert_same(y.double(), recurrence(**{n: x.double() for n, x in given.items()}, form="naive"))
+
+
+def test_programs_take_several_heads_where_these_are_small():
+    from dsf.kernels.triton.pointwise.step_ops import _heads_of
+
+    assert [_heads_of(4, 1024, batch) for batch in (1, 16, 128)] == [8, 128, 256]
+    assert _heads_of(64, 1024, 128) == 16 and _heads_of(4096, 1024, 128) == _heads_of(4, 1, 128) == 1
+    assert _heads_of(4, 3, 1024) == 4
+
+
 def test_grouped_heads_and_strided_states():
     gated = mixers.gated_deltanet
     given = {n: x.float() for n, x in sample(gated, tokens=3, heads=4).items()}

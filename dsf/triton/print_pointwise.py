@@ -31,7 +31,7 @@ class Body:
         self.place += access.width
         pointer, masks = f"args[{place}]", []
         if access.column is not None:
-            masks += ["n_ok"] * access.key + ["p_ok"] * access.value
+            masks += ["n_ok"] * access.key + ["p_ok"] * access.value or ["t_ok"]
             masks += ["(place == 0)"] * (access.stored and not access.value)
             at_row = f"({access.entry} * COLUMNS + {access.column})"
             return pointer, f"{pointer} + (batch * H + head) * (N * COLUMNS) + {at_row}", " & ".join(masks)

@@ -117,27 +117,39 @@ def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr
 @triton.jit
 def step(
     args, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr,
-    BP: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    BP: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token of every sequence. A program handles BLOCKS · BP channels of one head. Grid (P / those · H · B).
+    """One token of every sequence. A program handles BLOCKS · BP channels of HEADS heads, which lie along a tile's axis
+    of tokens. Grid (P / BLOCKS / BP · H / HEADS · B).
 
-    shared: printed function for what all channels share, which overwrites the state's columns of the normaliser and the
-    running maximum; None without a normaliser.
+    shared: printed function for what all channels share, which overwrites the state's columns that belong to none; None
+    where there are no such columns.
     """
     program = tl.program_id(0)
     parts = tl.cdiv(P, BP * BLOCKS)
     part = program % parts
-    i_h = (program // parts % H).to(tl.int64)
-    i_b = (program // parts // H).to(tl.int64)
-    t = tl.arange(0, 1)[:, None, None]
+    runs = tl.cdiv(H, HEADS)
+    first = program // parts % runs * HEADS
+    i_b = (program // parts // runs).to(tl.int64)
     n = tl.arange(0, NB)[None, :, None].to(tl.int64)  # its constant multiples become offsets inside instructions
     p = tl.arange(0, BP)[None, None, :]
+    if HEADS > 1:
+        heads = first + tl.arange(0, HEADS)[:, None, None]
+        t, t_ok = heads * 0, heads < H
+        i_h = tl.minimum(heads, H - 1).to(tl.int64)
+        n_ok = (n < N) & t_ok
+    else:
+        t = tl.arange(0, 1)[:, None, None]
+        t_ok, i_h, n_ok = t < 1, first.to(tl.int64), n < N
     held = (t,)
     begin(EARLY)
     if shared is not None:
-        held = shared(args, (i_b, i_h, i_b * 0, t, n, p, t < 1, n < N, p < P, part, part, 1, H, P, N, COLUMNS))
+        held = shared(args, (i_b, i_h, i_b * 0, t, n, p, t_ok, n_ok, p < P, part, part, 1, H, P, N, COLUMNS))
     for block in range(BLOCKS):
         place = part * BLOCKS + block
         channel = place * BP + p
-        at = (i_b, i_h, i_b * 0, t, n, channel, t < 1, n < N, channel < P, place, place * BP, 1, H, P, N, COLUMNS)
+        p_ok = channel < P
+        if HEADS > 1:
+            p_ok = p_ok & t_ok
+        at = (i_b, i_h, i_b * 0, t, n, channel, t_ok, n_ok, p_ok, place, place * BP, 1, H, P, N, COLUMNS)
         body(args, at, held)

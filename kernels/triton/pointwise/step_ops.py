@@ -48,6 +48,7 @@ class StepProgram:
 
 STEPS: Registry[StepProgram] = Registry("step")
 FEW = 128  # heads of all sequences, up to which a program each leaves most of a GPU idle
+SMALL = 1024  # numbers of a program below which it takes several heads
 MANY = 8  # blocks of channels from which walking them takes longer than a copy behind the launch
 
 
@@ -89,6 +90,15 @@ def tile(n: int, p: int, program: StepProgram, heads: int) -> tuple[int, int, in
     return keys, channels, max(1, min(16, keys * channels // own))
 
 
+def _heads_of(numbers: int, heads: int, others: int) -> int:
+    """How many heads a program takes: several where one has few numbers and there are many. others: programs for each
+    head."""
+    found = 1
+    while found < heads and numbers * found < SMALL and others * heads >= 2 * found * FEW:
+        found *= 2
+    return found
+
+
 def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new: Tensor) -> Tensor:
     """Write the new state into `new`, which may be `state`, and return y [B, 1, H, P]."""
     batch, heads, n, p = _sizes(program, operands)
@@ -103,10 +113,12 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     after = torch.empty_like(state) if apart else new
     tensors |= {".y": y, ".state": state, ".new_state": new, ".new_shared": after}
     args = arguments_of(program.accesses, tensors, heads, False)  # one token has no stride
+    run = _heads_of(keys * channels, heads, batch * parts)
+    warps = warps if run == 1 else max(1, min(4, keys * channels * run // 256))
     launch(
-        step, (parts // blocks * heads * batch,), args, heads, p, body=program.functions.step,
+        step, (parts // blocks * -(-heads // run) * batch,), args, heads, p, body=program.functions.step,
         shared=program.functions.shared if program.shared else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
-        BLOCKS=blocks, num_warps=warps, **early(y.device),
+        BLOCKS=blocks, HEADS=run, num_warps=warps, **early(y.device),
     )  # fmt: skip
     if apart:
         for rows, columns in _shared(program, n, p):
