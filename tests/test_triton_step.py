@@ -71,9 +71,9 @@ def test_several_heads_of_a_program(recurrence, in_place, monkeypatch):
 def test_programs_take_several_heads_where_these_are_small():
     from dsf.kernels.triton.pointwise.step_ops import _heads_of
 
-    assert [_heads_of(4, 1024, batch) for batch in (1, 16, 128)] == [8, 128, 256]
-    assert _heads_of(64, 1024, 128) == 16 and _heads_of(4096, 1024, 128) == _heads_of(4, 1, 128) == 1
-    assert _heads_of(4, 3, 1024) == 4
+    assert [_heads_of(4, 1024, batch) for batch in (1, 16, 128, 1024)] == [1, 16, 128, 128]
+    assert _heads_of(64, 1024, 128) == 8 and _heads_of(4096, 1024, 128) == _heads_of(4, 1, 4096) == 1
+    assert _heads_of(4, 3, 4096) == 4
 
 
 def test_grouped_heads_and_strided_states():

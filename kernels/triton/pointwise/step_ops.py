@@ -48,7 +48,7 @@ class StepProgram:
 
 STEPS: Registry[StepProgram] = Registry("step")
 FEW = 128  # heads of all sequences, up to which a program each leaves most of a GPU idle
-SMALL = 1024  # numbers of a program below which it takes several heads
+SMALL, PROGRAMS = 512, 1024  # numbers of a program below which it takes several heads where so many programs are left
 MANY = 8  # blocks of channels from which walking them takes longer than a copy behind the launch
 
 
@@ -94,7 +94,7 @@ def _heads_of(numbers: int, heads: int, others: int) -> int:
     """How many heads a program takes: several where one has few numbers and there are many. others: programs for each
     head."""
     found = 1
-    while found < heads and numbers * found < SMALL and others * heads >= 2 * found * FEW:
+    while found < heads and numbers * found < SMALL and others * heads >= 2 * found * PROGRAMS:
         found *= 2
     return found
 
