@@ -68,6 +68,25 @@ def test_several_heads_of_a_program(recurrence, in_place, monkeypatch):
     assert_same(y.double(), recurrence(**{n: x.double() for n, x in given.items()}, form="naive"))
 
 
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 0, 1], [0, 1, 1]], ids=str)
+@pytest.mark.parametrize("recurrence", [mixers.mamba3, mixers.s5, *FRAMED], ids=lambda r: r.name)
+def test_one_packed_token(recurrence, bounds):
+    """Beside sequences that have none."""
+    rows = [{n: x.float() for n, x in sample(recurrence, batch=b, tokens=3).items()} for b in (1, len(bounds) - 1)]
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    token = {n: x[:, :1] if n in timed else x for n, x in rows[0].items()}
+    before = recurrence(**rows[1], return_state=True, form="naive")[1].contiguous()
+    how = {"initial_state": before, "return_state": True, "cu_seqlens": torch.tensor(bounds)}
+    with torch.no_grad():
+        found = recurrence(**token, **how, backend="triton")
+    wide = {n: x.double() for n, x in token.items()}
+    y, last = recurrence(**wide, **how | {"initial_state": before.double()}, form="naive")
+    torch.testing.assert_close(found[0].double(), y, rtol=1e-5, atol=1e-5)
+    scaled = recurrence.spec.inner.is_stabilised
+    got, want = (recurrence.true_state(x, 4) if scaled else x for x in (found[1].double(), last))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_programs_take_several_heads_where_these_are_small():
     from dsf.kernels.triton.pointwise.step_ops import _heads_of
 

@@ -251,8 +251,9 @@ def _of_frame(
     """The plan of a declaration with a frame: the decode kernel's, or that of its plain system."""
     assert spec.frame is not None
     how, other = (backend, device, grad, transformed), late(spec)
-    step = sizes.tokens == 1 and gpu.steps(spec, sizes, dtype, form, grad)
-    if step and _refusal(spec, sizes, dtype, form, *how) is None:
+    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
+    able = wanted and sizes.tokens == 1 and not transformed and gpu.absence(device) is None
+    if able and gpu.steps(spec, sizes, dtype, form, grad):
         plan = make_plan(spec.inner, sizes, dtype, "recurrent", "torch", device, grad)
         plan = replace(
             plan, backend="triton", kernel=gpu.kernel_of(spec, sizes, dtype, device, True)[0], one_step=True,

@@ -44,11 +44,9 @@ def refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, device: torch.device, grad: bool = False
 ) -> str | None:
     """Why the triton backend cannot run this call, in the user's words; None when it can."""
-    unsupported = support.refusal(device)
+    unsupported = absence(device)
     if unsupported is not None:
         return unsupported
-    if device.type != "cuda" and not interpreted() and not is_elsewhere(device):
-        return f"its kernels need CUDA tensors and the inputs are on {device.type}"
     if steps(spec, sizes, dtype, form, grad):
         return None
     if spec.mixes_pairs:
@@ -68,6 +66,14 @@ def refusal(
     if scans(spec, sizes, dtype, form):
         return gpu_scan.refusal(spec, sizes, dtype)
     return room_of(spec).refusal(spec, sizes, dtype)
+
+
+def absence(device: torch.device) -> str | None:
+    """Why no kernel runs on this device, in the user's words; None where they do."""
+    unsupported = support.refusal(device)
+    if unsupported is None and device.type != "cuda" and not interpreted() and not is_elsewhere(device):
+        return f"its kernels need CUDA tensors and the inputs are on {device.type}"
+    return unsupported
 
 
 def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -> bool:
@@ -168,11 +174,13 @@ def packs_on_device(spec: Spec, sizes: Sizes, dtype: torch.dtype, scan: bool) ->
     scan: whether the call runs on the fused scan.
     """
     spec = _one_read(spec, scan)
-    return not (spec.is_attention or scan) and room_of(spec).refusal(spec, sizes, dtype) is None
+    return not (spec.is_attention or spec.mixes_pairs or scan) and room_of(spec).refusal(spec, sizes, dtype) is None
 
 
 def packs_hidden(spec: Spec, form: str) -> bool:
     """True where the boundaries need not be known on the host, for all sizes that the kernels can run."""
+    if spec.mixes_pairs:
+        return False
     if is_scan(spec):  # whose calls by chunks take hidden boundaries, too
         return form in ("auto", *forms_of(spec)) and packs(spec)
     spec = inside(_one_read(spec, False))
