@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dsf.language.errors import InputError
 from dsf.mixers._module import Mixer, Side
+from dsf.mixers._norm import gated
 from dsf.mixers._own import normal
 
 if TYPE_CHECKING:
@@ -125,7 +126,12 @@ class StateSpace(Mixer):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)
-        return self.output_linear(y) if self.bare else F.glu(self.output_linear(F.gelu(y)), dim=-1)
+        return self.output_linear(y) if self.bare else glu(self.output_linear(F.gelu(y)))
+
+
+def glu(x: Tensor) -> Tensor:
+    """The gated linear unit: the first half of the channels times the sigmoid of the second."""
+    return gated(*x.chunk(2, dim=-1), "sigmoid")
 
 
 def known(name: str, init: str, names: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from dsf.call.tokenwise import LARGEST
 from dsf.language.expr import Expr
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import normal
-from dsf.mixers._state_space import paired
+from dsf.mixers._state_space import glu, paired
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -88,10 +88,10 @@ class ComplexUnits(Mixer):
         if self.shares is None and self.out is not None:
             parts = next(n for n in range(1, y.shape[-1] + 1) if y.shape[-1] % n == 0 and y.shape[-1] // n <= LARGEST)
             apart = (y.unflatten(-1, (parts, -1)), u.unflatten(-1, (parts, -1)), skip.unflatten(0, (parts, -1)))
-            return F.glu(self.out(activated(*apart).flatten(2)), dim=-1)
+            return glu(self.out(activated(*apart).flatten(2)))
         own = skip.to(y.dtype) * u
         y = y + own if self.shares is None else self.shares.leave(y + self.shares.once(own))
-        return y if self.out is None else F.glu(self.out(F.gelu(y, approximate="tanh")), dim=-1)
+        return y if self.out is None else glu(self.out(F.gelu(y, approximate="tanh")))
 
 
 def _both(heads: int, n: int, p: int) -> Tensor:
