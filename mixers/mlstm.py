@@ -11,7 +11,7 @@ import dsf
 from dsf import Expr, Key, N, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, silu
 from dsf.kernels.product import by_blocks, linear
 from dsf.language.errors import InputError
-from dsf.mixers._beside import product_of
+from dsf.mixers._beside import hooked, product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
@@ -238,7 +238,11 @@ class MLSTM(Mixer):
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         heads, raw = self.dims[0], side[0]
         if u.shape[1] == 1 and not torch.is_grad_enabled():  # launches are what a token costs, not copies
-            every = by_blocks((u, u, raw), [m.weight for m in (self.q_proj, self.k_proj, self.v_proj)])
+            maps, xs = (self.q_proj, self.k_proj, self.v_proj), (u, u, raw)
+            if all(type(m) is Blocks and not hooked(m) for m in maps):
+                every = by_blocks(xs, [m.weight for m in maps])
+            else:
+                every = torch.cat([m(x) for m, x in zip(maps, xs, strict=True)], -1)
             i, f = self.gates(linear(every, self.gates.weight, ahead=True)).chunk(2, -1)
             return {**{name: _by(x, heads) for name, x in zip("qkv", every.chunk(3, -1), strict=True)}, "i": i, "f": f}
         seen, seen_raw = self.gates.before(self.q_proj, self.k_proj, self.v_proj)

@@ -42,6 +42,13 @@ def remembering_entries(q: Key, k: Key, v: Value, a: Scalar) -> System:
 
 
 @dsf.recurrence
+def turned_entries(q: Key, k: Key, v: Value, a: Scalar, t: Pair) -> System:
+    """The same, which turns with the state."""
+    before = System(A=I, B=prev(tanh(k * v)))
+    return compose(before, System(A=sigmoid(a) * turn(t), B=k * v, C=q))
+
+
+@dsf.recurrence
 def remembering_channels(v: Value, g: Value) -> System:
     """A vector state, driven by the token before."""
     return System(A=sigmoid(g), B=prev(v) * g, C=1)
@@ -69,7 +76,15 @@ def level_before(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
     return System(A=sigmoid(f), B=exp(i) * (elu1(k) + prev(elu1(k))) * v, C=elu1(q), normalize=dsf.ratio, drive=v)
 
 
-FRAMED = [remembering, remembering_entries, remembering_channels, turned_twice, turned_ratio, level_before]
+FRAMED = [
+    remembering,
+    remembering_entries,
+    turned_entries,
+    remembering_channels,
+    turned_twice,
+    turned_ratio,
+    level_before,
+]
 
 
 def tokens_of(recurrence, given, t):

@@ -123,6 +123,15 @@ def test_maps_that_are_wrapped_hooked_or_replaced_are_called():
     torch.testing.assert_close(twice, 2 * expected, rtol=0, atol=1e-12)
 
 
+def test_maps_of_blocks_that_are_hooked_are_called():
+    torch.manual_seed(0)
+    layer, x, calls = mixers.MLSTM(32, n_heads=2).double(), torch.randn(2, 5, 32, dtype=torch.float64), []
+    expected, _ = stepped(layer, x)
+    layer.v_proj.register_forward_hook(lambda *_: calls.append("hook"))
+    torch.testing.assert_close(stepped(layer, x)[0], expected, rtol=0, atol=1e-12)
+    assert len(calls) == 2  # of the prompt and of the token
+
+
 def test_weights_that_cannot_lie_beside_each_other_are_multiplied_one_by_one():
     token = torch.randn(1, 1, 3)
     with torch.no_grad():

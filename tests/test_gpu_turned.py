@@ -114,7 +114,8 @@ def test_a_compiled_call_is_the_eager_one():
 )
 def test_tokens_one_by_one(r, n, p, dtype, in_place):
     """Every head and token of six steps, and the last state."""
-    given = {name: x.to(dtype) for name, x in on_gpu(r, B=3, T=6, H=4, N=n, P=p).items()}
+    heads = 4 if n > 2 else 6001  # of which a program takes eight
+    given = {name: x.to(dtype) for name, x in on_gpu(r, B=3, T=6, H=heads, N=n, P=p).items()}
     y, state = decode(r, given, in_place=in_place)
     expected, last = r(**{name: x.double() for name, x in given.items()}, return_state=True, form="naive")
     scale = expected.abs().amax((1, 3), keepdim=True).clamp(min=1e-3)

@@ -240,10 +240,17 @@ class _Step:
             time = name not in self.kinds or self.kinds[name].time
             entry = "n" if source is None else PAIRED
             found = Access(name, step, time, KEY in node.axes, VALUE in node.axes, entry=entry)
-        return replace(found, entry=re.sub(r"\bn\b", "(n ^ 1)", found.entry)) if other else found, lanes
+        return _elsewhere(found) if other else found, lanes
+
+
+def _elsewhere(place: Access) -> Access:
+    """The same at the other place of the pair."""
+    entry, column = (None if x is None else re.sub(r"\bn\b", "(n ^ 1)", x) for x in (place.entry, place.column))
+    return replace(place, entry=entry, column=column)
 
 
 def _stored(place: Access) -> Access:
+    """Where the new value goes."""
     return replace(place, role=".new_state" if place.value else ".new_shared", stored=True)
 
 
