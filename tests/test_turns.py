@@ -450,3 +450,25 @@ def test_sums_apart_are_differentiable_twice_and_keep_what_is_not_finite_to_its_
         (grad,) = torch.autograd.grad(y, bad, slope)
         assert y[:, :5].isfinite().all() and not y[:, 5:].isfinite().any()
         assert grad[:, :4].isfinite().all() and not grad[:, 4:6].isfinite().any() and grad[:, 6:].isfinite().all()
+
+
+@dsf.recurrence
+def spinning_window(q: Key, k: Key, v: Value, th: Param[Scalar]) -> System:
+    """A token sees itself alone, so that no angle matters."""
+    return System(A=turn(th), B=k * v, C=q, window=1)
+
+
+@pytest.mark.parametrize("form", ["auto", "kernel"])
+def test_float32_finds_the_gradient_of_an_angle_that_turns_every_token(form):
+    """Its terms cancel in all, or but for a small rest, where tokens turn by a hundred radians."""
+    drawn = [torch.randn(2, 49, 2, n) for n in (4, 4, 3)]
+    leaves = [*drawn, torch.tensor([3.0, -1.5])]
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        given = [x.to(dtype).requires_grad_() for x in leaves]
+        y, cache = spinning_window(*given, form=form, return_state=True)
+        assert y.dtype == cache.k.dtype == dtype
+        found[dtype] = torch.autograd.grad(y.sin().sum(), given)
+    assert found[torch.float32][3].abs().max() < 1e-5
+    for a, b in zip(found[torch.float32], found[torch.float64], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from dsf.call import packing
 from dsf.call.bind import Bound, cache_layout
+from dsf.call.digits import sums_angles
 from dsf.call.operands import Operands, fused_operands, operands, rates, rates_alone
 from dsf.call.plan import Plan
 from dsf.call.run import Timed, timed_inputs
@@ -32,9 +33,11 @@ def run_attention(
     spec: Spec, bound: Bound, bounds: list[int] | None, cache: KVCache | None, plan: Plan, wanted: bool = True
 ) -> tuple[Tensor, Any]:
     """y [B, T, H, P] in the computing dtype and the extended cache; kernels leave the cache out unless it is wanted."""
-    if plan.form == "naive" and bound.compute != torch.float64:
+    if (plan.form == "naive" or sums_angles(spec, bound, plan)) and bound.compute != torch.float64:
         wide = replace(bound, compute=torch.float64)
-        y, final = run_attention(spec, wide, bounds, cache, plan)
+        y, final = run_attention(spec, wide, bounds, cache, plan, wanted)
+        if final is None:
+            return y.to(bound.compute), None
         bias, angle = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
         return y.to(bound.compute), final._replace(bias=bias, angle=angle)
     timed = timed_inputs(spec, bound)

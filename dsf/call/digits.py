@@ -22,7 +22,7 @@ def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False,
     wanted. spread: of tokens over ranks, of which each may have few or none: then it does not depend on how many.
     turned: kernels turn keys and queries and add up what turns change (dsf.call.turned), which needs no more digits.
     """
-    if _sums_angles(spec, bound, plan):
+    if sums_angles(spec, bound, plan):
         return widened(bound, torch.float64)
     kernels = spread or (plan.backend == "triton" and not plan.one_step)
     angles = not turned and _learns(bound, frozenset().union(*_in_angles(spec)))
@@ -37,8 +37,8 @@ def widened(bound: Bound, dtype: torch.dtype) -> Bound:
     return replace(bound, tensors=tensors, dtype=dtype, compute=dtype)
 
 
-def _sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
-    """True where torch has to find, in the gauge, the gradient of Params in an angle.
+def sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
+    """True where torch has to find, in the gauge or in attention, the gradient of Params in an angle.
 
     Such a Param turns every token. In the gauge its gradient adds up, with weights up to T, differences of what
     queries and keys ask for, most of which cancel: float32 leaves 6e-8 T^1.5 of one such number. Of one token, too,
@@ -61,7 +61,9 @@ def _learns(bound: Bound, names: frozenset[str]) -> bool:
 
 @derived
 def _in_angles(spec: Spec) -> tuple[frozenset[str], ...]:
-    """The names of the inputs of every angle that is a gauge."""
+    """The names of the inputs of every angle that is a gauge, or of attention."""
+    if spec.is_attention:
+        return tuple(frozenset(i.attrs[0] for i in inputs_of(r.normal.angle)) for r in spec.rows)
     frame = spec.frame
     if frame is None or frame.angles is None:
         return ()
