@@ -131,7 +131,8 @@ class StateSpace(Mixer):
 
 def glu(x: Tensor) -> Tensor:
     """The gated linear unit: the first half of the channels times the sigmoid of the second."""
-    return gated(*x.chunk(2, dim=-1), "sigmoid")
+    value, gate = x.chunk(2, dim=-1)
+    return gated(value, gate, "sigmoid")
 
 
 def known(name: str, init: str, names: tuple[str, ...]) -> str:

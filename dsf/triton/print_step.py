@@ -245,8 +245,8 @@ class _Step:
 
 def _elsewhere(place: Access) -> Access:
     """The same at the other place of the pair."""
-    entry, column = (None if x is None else re.sub(r"\bn\b", "(n ^ 1)", x) for x in (place.entry, place.column))
-    return replace(place, entry=entry, column=column)
+    entry, column = (re.sub(r"\bn\b", "(n ^ 1)", x) for x in (place.entry, place.column or ""))
+    return replace(place, entry=entry, column=column or None)
 
 
 def _stored(place: Access) -> Access:
