@@ -1,12 +1,17 @@
 """Linear maps of one input whose weights lie behind each other in memory, so that one product takes a token of all.
 
-Each keeps its own parameter, gradient and name; only decode steps read the memory of several as one matrix. Weights
-that were given other memory since (copies of a model, loaded with assign=True) are multiplied one by one.
+Each keeps its own parameter, gradient, name and storage; only decode steps read the memory of several as one matrix.
+Weights that were given other memory since (copies of a model, loaded with assign=True) are multiplied one by one.
+
+Of views of one storage, what saves models keeps the first alone (accelerate) or refuses all (safetensors' save_model).
+So every weight has a storage of its own, in memory that all of them keep alive.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +19,9 @@ from torch import Tensor, nn
 
 from dsf.kernels.product import linear, multiplies, takes
 
+KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins where fast products read
+_views: dict[int, tuple[Any, Any]] = {}  # by id, a first weight or bias, and its view of the memory; neither kept alive
 
 
 def hooked(module: nn.Module) -> bool:
@@ -58,13 +65,19 @@ def lay(maps: Sequence[Any]) -> None:
         return
     first, every = weights[0], [*weights, *biases]
     stay = any(type(w.data) is not Tensor or w.is_inference() or (w.is_cpu and w.is_shared()) for w in every)
-    if stay or first.is_meta or not first.is_floating_point() or first.shape[1] * first.element_size() % ALIGNED:
+    fits = first.device.type in ("cpu", "cuda") and first.dtype in KINDS
+    if stay or not fits or first.shape[1] * first.element_size() % ALIGNED:
         return
     for own in (weights, biases):
         if own and _joined(own) is None:
-            whole = torch.cat([x.data for x in own])
-            for x, part in zip(own, whole.split([x.shape[0] for x in own]), strict=True):
-                x.data = part
+            views = torch.cat([x.data for x in own]).split([x.shape[0] for x in own])
+            for x, view in zip(own, views, strict=True):
+                x.data = torch.from_dlpack(view)  # the same memory; alive with it, the view keeps all of it
+            _views[id(own[0])] = weakref.ref(own[0], partial(_forget, id(own[0]))), weakref.ref(views[0])
+
+
+def _forget(number: int, _: Any) -> None:
+    _views.pop(number, None)
 
 
 def lay_all(model: nn.Module) -> None:
@@ -155,12 +168,14 @@ def _own(maps: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
 def _joined(parts: list[Tensor]) -> Tensor | None:
     """The memory of weights or biases that lie behind each other, as one."""
     first, rows = parts[0], 0
-    if first.is_meta:
+    view = _views[id(first)][1]() if id(first) in _views and not first.is_meta else None
+    if view is None or view.dtype != first.dtype:
         return None
-    storage, width = first.untyped_storage().data_ptr(), first.shape[1:].numel()
+    size = first.shape[1:].numel() * first.element_size()
     for x in parts:
-        place = first.data_ptr() + rows * width * first.element_size()
-        if x.data_ptr() != place or x.untyped_storage().data_ptr() != storage or not x.is_contiguous():
+        if x.data_ptr() != view.data_ptr() + rows * size or not x.is_contiguous():
             return None
         rows += x.shape[0]
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    if rows * size > view.untyped_storage().nbytes():
+        return None
+    return view.as_strided((rows, *first.shape[1:]), first.stride()).requires_grad_(first.requires_grad)

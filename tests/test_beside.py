@@ -1,6 +1,7 @@
 """Weights of maps of one input, behind each other in memory: one product a token, and parameters like any other."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dsf import mixers
+from dsf.mixers import _beside
 from dsf.mixers._beside import outputs
 from dsf.mixers.models.parts import SwiGLU
 from dsf.models import CausalLM, ModelConfig
@@ -83,6 +85,52 @@ def test_weights_beside_each_other_are_trained_saved_and_loaded_like_any_other(k
     safetensors.save_file(layer.state_dict(), tmp_path / "weights.safetensors")
     kept = safetensors.load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(kept[name], value) for name, value in layer.state_dict().items())
+
+
+def test_what_saves_models_takes_no_weight_for_another(tmp_path):
+    """safetensors and accelerate look at storages: of several that are one they keep one, or nothing."""
+    safetensors, accelerate = (pytest.importorskip(name) for name in ("safetensors.torch", "accelerate"))
+    config = ModelConfig(
+        vocab_size=31, d_model=32, n_layers=2, mixers=["linear_attention", "kda"], tie_embeddings=False
+    )
+    torch.manual_seed(0)
+    model, other = CausalLM(config), CausalLM(config)
+    stored = [p.untyped_storage() for p in model.parameters()]
+    assert len({s.data_ptr() for s in stored}) == len(stored)
+    assert all(s.nbytes() == p.numel() * 4 for s, p in zip(stored, model.parameters(), strict=True))
+    safetensors.save_model(model, tmp_path / "model.safetensors")
+    safetensors.load_model(other, tmp_path / "model.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    run = accelerate.Accelerator(cpu=True)
+    made = run.prepare(model)
+    run.save_model(made, tmp_path / "whole")
+    assert safetensors.load_file(tmp_path / "whole" / "model.safetensors").keys() == model.state_dict().keys()
+    run.save_state(tmp_path / "state")
+    kept = {name: x.clone() for name, x in model.state_dict().items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    run.load_state(tmp_path / "state")
+    assert all(torch.equal(x, kept[name]) for name, x in model.state_dict().items())
+    with torch.no_grad():
+        x = torch.randn(1, 1, 32)
+        assert all(outputs(x, block.mixer.maps_beside()) is not None for block in model.model.layers)
+
+
+def test_memory_of_weights_beside_each_other_is_free_once_none_is_in_it():
+    layer = mixers.RetNet(32, n_heads=2)
+    first, second = (m.weight for m in layer.maps_beside())
+    view = _beside._views[id(first)][1]
+    second.data = second.data.clone()
+    assert view() is not None  # of the first
+    first.data = first.data.clone()
+    assert view() is None
+    layer.double()  # moved, they lie beside each other again
+    assert outputs_of(layer)
+    number = id(first)
+    del layer, first, second
+    gc.collect()
+    assert number not in _beside._views
 
 
 STEPPED = [e for e in mixers.ZOO if hasattr(e.module, "step")]
