@@ -28,8 +28,15 @@ def few(x: Tensor, matrix: Tensor) -> bool:
     if x.shape[-1] != width and x.shape[-2:].numel() != width:
         return False
     fits = x.dtype == matrix.dtype and x.dtype in KINDS and matrix.is_contiguous() and 0 < matrix.numel() < 2**31
-    casts = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
-    return fits and not (casts or torch.compiler.is_compiling() or hasattr(matrix, "device_mesh"))
+    return fits and _left_alone(x, matrix)
+
+
+def _left_alone(*tensors: Tensor) -> bool:
+    """Whether no gradient is wanted, and nothing traces, casts or spreads over ranks what is done to these tensors."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    casts = torch.is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu")
+    return not (casts or any(hasattr(x, "device_mesh") for x in tensors))
 
 
 def older(matrix: Tensor) -> bool:
@@ -79,17 +86,12 @@ def by_blocks(xs: Sequence[Tensor], weights: Sequence[Tensor], backend: str = "a
     backend: as for `linear`; "auto" takes the kernel on a GPU for narrow blocks where no gradient is wanted.
     """
     kinds = {y.dtype for y in (*xs, *weights)}
-    free = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(map(_is_placed, (*xs, *weights))))
     fits = len(kinds) == 1 and kinds <= set(KINDS) and weights[0].shape[-1] <= NARROW and xs[0].numel() > 0
     wanted = backend == "triton" or (backend == "auto" and xs[0].is_cuda and TRITON)
-    if wanted and fits and free and not torch.is_autocast_enabled("cuda" if xs[0].is_cuda else "cpu"):
+    if wanted and fits and _left_alone(*xs, *weights):
         from dsf.kernels.triton.layer.product_ops import block_products
 
         found: Tensor = block_products(list(xs), list(weights))
         return found.view(*xs[0].shape[:-1], -1)
     made = [torch.einsum("...gi,goi->...go", x.unflatten(-1, w.shape[:2]), w) for x, w in zip(xs, weights, strict=True)]
     return torch.cat([y.flatten(-2) for y in made], -1)
-
-
-def _is_placed(x: Tensor) -> bool:
-    return hasattr(x, "device_mesh")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsf.kernels.convolution import KINDS
 from dsf.kernels.product import linear, multiplies, takes
 
-KINDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins where fast products read
 _views: dict[int, tuple[Any, Any]] = {}  # by id, a first weight or bias, and its view of the memory; neither kept alive
 
@@ -65,7 +65,7 @@ def lay(maps: Sequence[Any]) -> None:
         return
     first, every = weights[0], [*weights, *biases]
     stay = any(type(w.data) is not Tensor or w.is_inference() or (w.is_cpu and w.is_shared()) for w in every)
-    fits = first.device.type in ("cpu", "cuda") and first.dtype in KINDS
+    fits = first.device.type in ("cpu", "cuda") and first.dtype in (*KINDS, torch.float64)
     if stay or not fits or first.shape[1] * first.element_size() % ALIGNED:
         return
     for own in (weights, biases):
@@ -135,18 +135,14 @@ def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:
 def product_of(x: Tensor, module: Any, ahead: bool = True) -> Tensor:
     """module(x); for few tokens on a GPU by the kernel for these, one map of a sequence after the other. ahead: the
     launch before writes no weights."""
-    if not x.is_cuda or torch.is_grad_enabled():
-        return called(module, x)
-    if in_turn(module):
-        for place, part in enumerate(module):
-            x = product_of(x, part, ahead or place > 0)
-        return x
-    own = plain_map(module)
-    return called(module, x) if own is None else linear(x, own[0], ahead=ahead, bias=own[1])
-
-
-def called(module: Any, x: Tensor) -> Tensor:
-    """module(x)."""
+    if x.is_cuda and not torch.is_grad_enabled():
+        if in_turn(module):
+            for place, part in enumerate(module):
+                x = product_of(x, part, ahead or place > 0)
+            return x
+        own = plain_map(module)
+        if own is not None:
+            return linear(x, own[0], ahead=ahead, bias=own[1])
     found: Tensor = module(x)
     return found
 

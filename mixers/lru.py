@@ -42,7 +42,7 @@ def _activated_by_torch(y: Tensor, u: Tensor, skip: Tensor) -> Tensor:
 
 @dsf.tokenwise(by_torch=_activated_by_torch)
 def activated(y: Key, u: Key, skip: Param[Key]) -> Expr:
-    """GELU of y + D u, by tanh as JAX has it, in which these layers were published."""
+    """GELU of y + D u, by tanh: the default of JAX, in which these layers were published."""
     x = y + skip * u
     return x * sigmoid(2 * (2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
 
@@ -86,9 +86,10 @@ class ComplexUnits(Mixer):
         """factor Re(C x) + D u, GELU and GLU. y: x's two parts [B, T, H, 2]; side: u and D; c: [d_model, H, 2]."""
         y, (u, skip) = F.linear(y.flatten(2), paired(c, factor)), side
         if self.shares is None and self.out is not None:
-            parts = next(n for n in range(1, y.shape[-1] + 1) if y.shape[-1] % n == 0 and y.shape[-1] // n <= LARGEST)
-            apart = (y.unflatten(-1, (parts, -1)), u.unflatten(-1, (parts, -1)), skip.unflatten(0, (parts, -1)))
-            return glu(self.out(activated(*apart).flatten(2)))
+            width = y.shape[-1]
+            heads = next(n for n in range(1, width + 1) if width % n == 0 and width // n <= LARGEST)
+            given = (x.unflatten(-1, (heads, -1)) for x in (y, u, skip))
+            return glu(self.out(activated(*given).flatten(2)))
         own = skip.to(y.dtype) * u
         y = y + own if self.shares is None else self.shares.leave(y + self.shares.once(own))
         return y if self.out is None else glu(self.out(F.gelu(y, approximate="tanh")))

@@ -42,8 +42,8 @@ def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, few, monk
     """In place, a program walks all blocks of a head; for few heads blocks have a program each."""
     from dsf.kernels.triton.pointwise import step_ops
 
-    monkeypatch.setattr(step_ops, "FEW", few)
-    monkeypatch.setattr(step_ops, "MANY", 2)
+    monkeypatch.setattr(step_ops, "FEW_HEADS", few)
+    monkeypatch.setattr(step_ops, "MANY_BLOCKS", 2)
     monkeypatch.setattr(step_ops, "tile", lambda n, *_: (1 if n == 1 else 4, 2, 1))
     wide = {i.name for i in recurrence.spec.inputs if "P" in i.kind.layout()}
     given = {n: x.float() for n, x in sample(recurrence, tokens=4).items()}
@@ -85,6 +85,18 @@ def test_one_packed_token(recurrence, bounds):
     scaled = recurrence.spec.inner.is_stabilised
     got, want = (recurrence.true_state(x, 4) if scaled else x for x in (found[1].double(), last))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recurrence", [mixers.mamba3, *FRAMED], ids=lambda r: r.name)
+def test_one_tensor_for_several_inputs(recurrence):
+    """In two ways of calling that differ only in which inputs are one tensor; the third call is a remembered one."""
+    kinds = {i.name: i.kind for i in recurrence.spec.inputs}
+    given = {n: x.float() for n, x in sample(recurrence, tokens=3).items()}
+    same = {n: next(m for m in given if kinds[m] == kinds[n]) for n in given}
+    for names in ({n: n for n in given}, same):
+        now = {n: given[m] for n, m in names.items()}
+        y, _ = decode(recurrence, now, in_place=True)
+        assert_same(y.double(), recurrence(**{n: x.double() for n, x in now.items()}, form="naive"))
 
 
 def test_programs_take_several_heads_where_these_are_small():

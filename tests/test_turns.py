@@ -458,6 +458,12 @@ def spinning_window(q: Key, k: Key, v: Value, th: Param[Scalar]) -> System:
     return System(A=turn(th), B=k * v, C=q, window=1)
 
 
+@dsf.recurrence
+def spinning_pair(q: Key, k: Key, v: Value, th: Param[Scalar]) -> System:
+    """A token sees itself and the one before."""
+    return System(A=turn(th), B=k * v, C=q, window=2)
+
+
 @pytest.mark.parametrize("form", ["auto", "kernel"])
 def test_float32_finds_the_gradient_of_an_angle_that_turns_every_token(form):
     """Its terms cancel in all, or but for a small rest, where tokens turn by a hundred radians."""
@@ -471,4 +477,21 @@ def test_float32_finds_the_gradient_of_an_angle_that_turns_every_token(form):
         found[dtype] = torch.autograd.grad(y.sin().sum(), given)
     assert found[torch.float32][3].abs().max() < 1e-5
     for a, b in zip(found[torch.float32], found[torch.float64], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_such_gradients_of_packed_sequences_that_go_on_from_a_cache():
+    drawn = [torch.randn(1, 33, 2, n) for n in (4, 4, 3)]
+    before = [torch.randn(3, 5, 2, n) for n in (4, 4, 3)]
+    bounds, found = torch.tensor([0, 20, 20, 33]), {}
+    for dtype in (torch.float32, torch.float64):
+        th = torch.tensor([0.7, -1.5], dtype=dtype, requires_grad=True)
+        _, cache = spinning_pair(*(x.to(dtype) for x in before), th, return_state=True)
+        y, _ = spinning_pair(
+            *(x.to(dtype) for x in drawn), th, initial_state=cache, cu_seqlens=bounds, return_state=True
+        )
+        (grad,) = torch.autograd.grad(y.sin().sum(), th)
+        found[dtype] = y, grad
+    for a, b in zip(found[torch.float32], found[torch.float64], strict=True):
+        assert a.dtype == torch.float32
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False,
     if sums_angles(spec, bound, plan):
         return widened(bound, torch.float64)
     kernels = spread or (plan.backend == "triton" and not plan.one_step)
-    angles = not turned and _learns(bound, frozenset().union(*_in_angles(spec)))
+    angles = not turned and _learns(bound, _in_angles(spec))
     if kernels and (spec.has_still_keys or angles):
         return unrounded(bound)
     return bound
@@ -46,8 +46,7 @@ def sums_angles(spec: Spec, bound: Bound, plan: Plan) -> bool:
     """
     if plan.form == CONVOLUTION or plan.backend != "torch" or bound.compute == torch.float64:
         return False
-    timed = {i.name for i in spec.inputs if i.kind.time}
-    return _learns(bound, frozenset().union(*_in_angles(spec)) - timed)
+    return _learns(bound, _in_angles(spec, False))
 
 
 def _learns(bound: Bound, names: frozenset[str]) -> bool:
@@ -56,15 +55,18 @@ def _learns(bound: Bound, names: frozenset[str]) -> bool:
     The gradient of an angle's input is a small difference between gradients of turned keys and queries. Half precisions
     have too few digits for it, wherever they round, so kernels then get float32.
     """
-    return torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in names)
+    return bool(names) and torch.is_grad_enabled() and any(bound.tensors[name].requires_grad for name in names)
 
 
 @derived
-def _in_angles(spec: Spec) -> tuple[frozenset[str], ...]:
-    """The names of the inputs of every angle that is a gauge, or of attention."""
-    if spec.is_attention:
-        return tuple(frozenset(i.attrs[0] for i in inputs_of(r.normal.angle)) for r in spec.rows)
+def _in_angles(spec: Spec, timed: bool = True) -> frozenset[str]:
+    """The names of the inputs of all angles that are a gauge, or of attention. timed: also of those of tokens."""
     frame = spec.frame
-    if frame is None or frame.angles is None:
-        return ()
-    return tuple(frozenset(i.attrs[0] for i in inputs_of(substitute(x, frame.words))) for x in frame.angles)
+    if spec.is_attention:
+        angles = [r.normal.angle for r in spec.rows]
+    elif frame is None or frame.angles is None:
+        return frozenset()
+    else:
+        angles = [substitute(x, frame.words) for x in frame.angles]
+    names = frozenset(i.attrs[0] for i in inputs_of(*angles))
+    return names if timed else names - {i.name for i in spec.inputs if i.kind.time}

@@ -22,7 +22,7 @@ def run_framed(
     spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, wanted: bool = True
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] in the computing dtype and the final state. wanted: whether that needs all its columns."""
-    if bounds is None and plan.one_step and gpu_step.refusal(spec, bound.sizes, bound.dtype) is None:
+    if bounds is None and plan.one_step and gpu_step.takes(spec, bound.sizes, bound.dtype):
         return gpu_step.run(spec, bound, state)
     frame = frame_for(spec, plan)
     turned = by_kernels(spec, bound, plan, isinstance(bounds, list))

@@ -148,7 +148,7 @@ def make_plan(
         )
     if form == CONVOLUTION:
         return _of_convolution(spec, sizes, dtype, form, backend)
-    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
+    wanted = gpu.wanted(backend, device)
     if form == "auto" and backend != "triton" and not transformed and sizes.tokens >= LONG and is_invariant(spec):
         plain = wanted and not spec.is_framed
         by_kernels = plain and _refusal(spec, sizes, dtype, form, backend, device, grad, transformed) is None
@@ -250,9 +250,8 @@ def _of_frame(
 ) -> Plan:  # fmt: skip
     """The plan of a declaration with a frame: the decode kernel's, or that of its plain system."""
     assert spec.frame is not None
-    how, other = (backend, device, grad, transformed), late(spec)
-    wanted = backend == "triton" or (backend == "auto" and device.type == "cuda")
-    able = wanted and sizes.tokens == 1 and not transformed and gpu.absence(device) is None
+    how = (backend, device, grad, transformed)
+    able = gpu.wanted(backend, device) and sizes.tokens == 1 and not transformed and gpu.absence(device) is None
     if able and gpu.steps(spec, sizes, dtype, form, grad):
         plan = make_plan(spec.inner, sizes, dtype, "recurrent", "torch", device, grad)
         plan = replace(
@@ -260,7 +259,7 @@ def _of_frame(
             source=gpu.source(spec, dtype, True), reason=IN_ONE_LAUNCH if form == "auto" else ASKED.format(form),
         )  # fmt: skip
     else:
-        plan = make_plan(spec.inner, sizes, dtype, form, *how)
+        plan, other = make_plan(spec.inner, sizes, dtype, form, *how), late(spec)
         if other is not None and plan.form not in ("naive", "recurrent"):
             plan = replace(make_plan(other.spec, sizes, dtype, plan.form, *how), reason=plan.reason)
         made = ["previous values"] * bool(spec.frame.leaves) + ["turned inputs"] * (spec.frame.angles is not None)
@@ -331,7 +330,7 @@ def _refusal(
     transformed: bool,
 ) -> str | None:  # fmt: skip
     """Why the call does not run on the triton backend (empty where it was not asked for); None when it does."""
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+    if not gpu.wanted(backend, device):
         return ""
     refused = gpu.refusal(spec, sizes, dtype, form, device, grad)
     if transformed:

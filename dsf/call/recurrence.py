@@ -287,7 +287,7 @@ class Recurrence:
             raise InputError(f"{self.name}: in_place needs a contiguous state, got strides {list(state.stride())}")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*bound.tensors.values(), state)):
             raise InputError(f"{self.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
-        if plan.one_step and gpu_step.refusal(self.spec, bound.sizes, bound.dtype) is None:
+        if plan.one_step and gpu_step.takes(self.spec, bound.sizes, bound.dtype):
             return gpu_step.run(self.spec, bound, state, in_place=True)[0]
         y, final = self._run(bound, None, state, plan)
         state.copy_(final)

@@ -52,7 +52,7 @@ def refusal(
     if spec.mixes_pairs:
         return (
             "turns beside a decay that differs within a pair, or beside a B or C with a number for each entry "
-            "and channel, run on torch only"
+            "and channel, run on torch only, but for one token without gradients"
         )
     if spec.is_attention:
         if form not in ("auto", "chunk"):
@@ -66,6 +66,11 @@ def refusal(
     if scans(spec, sizes, dtype, form):
         return gpu_scan.refusal(spec, sizes, dtype)
     return room_of(spec).refusal(spec, sizes, dtype)
+
+
+def wanted(backend: str, device: torch.device) -> bool:
+    """Whether a call asks for kernels: by name, or with "auto" for tensors on a GPU."""
+    return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
 def absence(device: torch.device) -> str | None:

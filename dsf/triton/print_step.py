@@ -240,11 +240,11 @@ class _Step:
             time = name not in self.kinds or self.kinds[name].time
             entry = "n" if source is None else PAIRED
             found = Access(name, step, time, KEY in node.axes, VALUE in node.axes, entry=entry)
-        return _elsewhere(found) if other else found, lanes
+        return _other_place(found) if other else found, lanes
 
 
-def _elsewhere(place: Access) -> Access:
-    """The same at the other place of the pair."""
+def _other_place(place: Access) -> Access:
+    """Where the other entry of its pair is."""
     entry, column = (re.sub(r"\bn\b", "(n ^ 1)", x) for x in (place.entry, place.column or ""))
     return replace(place, entry=entry, column=column or None)
 

@@ -31,6 +31,11 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     return None
 
 
+def takes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> bool:
+    """Whether the decode kernel, where a plan has it, runs the declaration as it is, not its frame's plain system."""
+    return not spec.is_framed or refusal(spec, sizes, dtype) is None
+
+
 @derived
 def program_of(spec: Spec) -> tuple[Source, str]:
     """The printed decode kernel of a spec and its name in the operators' registry; printed once a process."""

@@ -47,9 +47,9 @@ class StepProgram:
 
 
 STEPS: Registry[StepProgram] = Registry("step")
-FEW = 128  # heads of all sequences, up to which a program each leaves most of a GPU idle
+FEW_HEADS = 128  # heads of all sequences, up to which a program each leaves most of a GPU idle
 SMALL, PROGRAMS = 512, 1024  # numbers of a program below which it takes several heads where so many programs are left
-MANY = 8  # blocks of channels from which walking them takes longer than a copy behind the launch
+MANY_BLOCKS = 8  # blocks of channels from which walking them takes longer than a copy behind the launch
 
 
 def _sizes(program: StepProgram, operands: Sequence[Tensor]) -> tuple[int, int, int, int]:
@@ -69,7 +69,7 @@ def tile(n: int, p: int, program: StepProgram, heads: int) -> tuple[int, int, in
     By measurements on an H200 (docs/kernels/decode.md). With columns that belong to no channel a program walks several
     blocks of channels, with as many loads in flight as registers allow. Few heads have more programs.
     """
-    keys, channels, few = power(n), power(p), heads <= FEW
+    keys, channels, few = power(n), power(p), heads <= FEW_HEADS
     numbers, own = 4096, 1024  # of a program's tile, of a warp
     if keys == 1:
         numbers, own = 1024, 256
@@ -108,7 +108,7 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     keys, channels, warps = tile(n, p, program, batch * heads)
     parts = -(-p // channels)
     held = program.shared and new is state  # columns that all programs of a head read and one overwrites
-    apart = held and parts >= MANY and batch * heads <= FEW
+    apart = held and parts >= MANY_BLOCKS and batch * heads <= FEW_HEADS
     blocks = parts if held and not apart else 1
     after = torch.empty_like(state) if apart else new
     tensors |= {".y": y, ".state": state, ".new_state": new, ".new_shared": after}
