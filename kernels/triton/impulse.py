@@ -134,8 +134,9 @@ def impulse_forward(
 ):  # fmt: skip
     """h [H, ENTRIES, P, points], 0 from `length` on. Grid (H · ENTRIES · P, tiles down, across).
 
-    SHIFT: 1 where the state is read before the update, so that h_0 is 0, else 0. SCALED: divided by points, as an FFT
-    there and back wants it. FIRST: the power of A in h_0. ADDED: to what h holds, which stays as it is from `length`.
+    SHIFT: 1 where the state is read before the update, so that h_0 is 0, else 0. SCALED: divided by points / 2, as a
+    complex FFT of so many there and back wants it. FIRST: the power of A in h_0. ADDED: to what h holds, which stays as
+    it is from `length`.
     """
     row = tl.program_id(0).to(tl.int64)
     lane, entry, channel = _place_of(row, P, ENTRIES)
@@ -160,7 +161,7 @@ def impulse_forward(
             out = tl.dot(c0 * cosine, b0 * ahead, out, input_precision="ieee")
     at = i[:, None] * fine + j[None, :] + SHIFT
     if SCALED:
-        out = out * (1.0 / points.to(tl.float32))
+        out = out * (2.0 / points.to(tl.float32))
     to, inside = h + row * points + at, (j < fine)[None, :]
     if ADDED:
         inside = inside & (at < length)
@@ -249,7 +250,7 @@ def impulse_backward(
             real, imaginary = real + a, imaginary + x
             later, late = later + a_later, late + x_later
     if SCALED:
-        share = 1.0 / points.to(tl.float64)
+        share = 2.0 / points.to(tl.float64)
         real, imaginary, later, late = real * share, imaginary * share, later * share, late * share
     b0, b1 = _written(found, k, entry, TURNED, ENTRIES)
     slopes = _slopes(found, b0, b1, (real, imaginary, later, late), entry, TURNED, ENTRIES)

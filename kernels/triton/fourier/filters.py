@@ -31,7 +31,7 @@ def _forward(
     call = Call(CONVOLUTIONS[programs[0]], operands)
     inputs = spectra_of(call.rows("enter", False))
     responses = spectra_of(_Taps(call, taps, programs[1]).rows("enter", False), divided=True)
-    found = rows_of(product(inputs, responses, call.sizes), call.points)
+    found = rows_of(product(inputs, responses, call.sizes))
     y = call.like.new_empty(call.batch, call.tokens, call.heads, call.p)
     call.tensors |= {".y": y, ".z": call.in_time(found, call.p)}
     call.run("leave", False)
@@ -53,7 +53,7 @@ def _backward(
         return found
     slope = taps.new_empty(taps.shape) if taps.shape[1] <= call.tokens else taps.new_zeros(taps.shape)
     pulled = _Taps(call, slope, programs[1])
-    rows = rows_of(of_responses, call.points, divided=True)
+    rows = rows_of(of_responses, divided=True)
     pulled.tensors |= {".y": pulled.view, ".z": pulled.in_time(rows, pulled.p)}
     pulled.run("leave", False)
     return [*found, slope]

@@ -94,7 +94,7 @@ class Call:
             if fixed.value:
                 self.p = int(x.shape[-1])
         self.k = k if not known.keyed else self.n // 2 if known.turned else self.n
-        self.points = fast_length(2 * self.tokens - 1)
+        self.points = 2 * fast_length(self.tokens)
         self.fine = fine_of(self.tokens)
 
     @property
@@ -172,7 +172,7 @@ class Call:
         return holes.read_made_pairs if self.known.turned else holes.read_made_entries
 
     def response(self, made: Tensor) -> Tensor:
-        """The impulse responses divided by points, as rows [H · E · P, points]."""
+        """The impulse responses divided by points / 2, as rows [H · E · P, points]."""
         h = self.like.new_empty(self.heads, self.entries, self.p, self.points, dtype=torch.float32)
         impulse.respond((made, *made.shape), h, self.tokens, self.fine, self.k, self.read, **self.how)
         return h.view(-1, self.points)
@@ -214,7 +214,7 @@ def _forward(
     state = None if state is None else state.contiguous()
     rows, made = call.rows("enter", known.keyed), call.numbers()
     inputs, responses = spectra_of(rows), spectra_of(call.response(made))
-    found = rows_of(product(inputs, responses, call.sizes), call.points)
+    found = rows_of(product(inputs, responses, call.sizes))
     if state is not None:
         call.add_state(made, state, found)
     y = call.like.new_empty(call.batch, call.tokens, call.heads, call.p)
@@ -241,7 +241,7 @@ def gradients_of_moving(call: Call, spectra: Tensor | None, needs: Sequence[bool
     """Gradients of moving inputs from those of the inputs' spectra and of y."""
     if spectra is None:
         return []
-    call.tensors[".du"] = call.in_time(rows_of(spectra, call.points), call.width)
+    call.tensors[".du"] = call.in_time(rows_of(spectra), call.width)
     for a, x, need in zip(call.known.moving, call.moving, needs, strict=True):
         shape = x.shape if a.time else (call.batch * call.segments("adjoint"), *x.shape)
         dtype = x.dtype if a.time else torch.float32
@@ -260,7 +260,7 @@ def _of_fixed(call: Call, made: Tensor, spectra: Tensor, needs: Sequence[bool]) 
     """Gradients of the impulse response's Params from that of its spectrum. made: its numbers."""
     if not any(needs):
         return []
-    slopes = call.pull_response(made, rows_of(spectra, call.points))
+    slopes = call.pull_response(made, rows_of(spectra))
     grads, rows = list[Tensor | None](), numbers.rows(call.k, call.p)
     for a, x, need in zip(call.known.fixed, call.fixed, needs, strict=True):
         dtype = x.dtype if a.value or rows == 1 else torch.float64
