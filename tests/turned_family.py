@@ -40,6 +40,8 @@ def sample(r, B=2, T=147, H=2, N=32, P=16, keys=None, seed=0):
             shape[2] = keys
         x = torch.randn(shape, generator=g, dtype=torch.float64)
         found[i.name] = (0.3 * x if i.kind.pair else x).bfloat16().double()
+    if "Lambda_re" in found:  # S5's rates, which must decay
+        found["Lambda_re"] = -found["Lambda_re"].abs()
     return found
 
 
