@@ -15,8 +15,9 @@ from dsf.kernels.convolution import LARGEST, Fused, Piece, fused, l2norm, short_
 from dsf.language.errors import InputError
 from dsf.mixers._own import fill
 from dsf.triton.convolve import on_kernels
+from dsf.triton.long import SHORT
 
-LONG = 1024  # tokens from which on convolutions of more taps than the kernels take are made by FFT
+LONG = 1024  # tokens from which on convolutions of more taps than the kernels can sum are made by FFT
 
 
 class ShortConv(nn.Conv1d):
@@ -78,7 +79,7 @@ class ShortConv(nn.Conv1d):
         else:
             bounds = None if cu_seqlens is None else cu_seqlens.to(x.device)
             if self._is_long(x, bounds):
-                ys, state = self._by_fft(x, state)
+                ys, state = self._by_long(x, state)
             else:
                 ys, state = short_convolution(x, weight, self.bias, state, bounds, activation, self.pieces)
         if self.pieces is not None:
@@ -86,17 +87,18 @@ class ShortConv(nn.Conv1d):
         return (ys[0] if own or self.activation is None else self.activation(ys[0])), state
 
     def _is_long(self, x: Tensor, bounds: Tensor | None) -> bool:
-        """Whether a transform is faster: for more taps than the kernels take, on a GPU."""
-        many = self.kernel_size[0] > LARGEST and x.shape[1] >= LONG and bounds is None
-        return many and self.activation is None and self.pieces is None and on_kernels(x)
+        """Whether `dsf.long_convolution` is faster: for more taps than the short one's kernels take, on a GPU."""
+        many = self.kernel_size[0] > LARGEST and (self.kernel_size[0] <= SHORT or x.shape[1] >= LONG)
+        return many and bounds is None and self.activation in (None, F.silu) and self.pieces is None and on_kernels(x)
 
-    def _by_fft(self, x: Tensor, state: Tensor | None) -> tuple[tuple[Tensor], Tensor]:
-        """The convolution by fast Fourier transforms: y, and the state after x."""
+    def _by_long(self, x: Tensor, state: Tensor | None) -> tuple[tuple[Tensor], Tensor]:
+        """The convolution by `dsf.long_convolution`: y, and the state after x."""
         past = self.kernel_size[0] - 1
         padded = x if state is None else torch.cat([state.mT.to(x.dtype), x], dim=1)
         taps = self.weight.squeeze(1).flip(-1).T[None]
         y = long_convolution(padded.unsqueeze(2), taps).squeeze(2)[:, padded.shape[1] - x.shape[1] :]
         y = y if self.bias is None else y + self.bias.to(y.dtype)
+        y = y if self.activation is None else self.activation(y)
         last = F.pad(padded, (0, 0, max(0, past - padded.shape[1]), 0))
         return (y,), last[:, last.shape[1] - past :].mT.contiguous()
 

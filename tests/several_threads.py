@@ -18,6 +18,7 @@ LAYERS = (
     "impulse-responses",
     "time-invariant",
     "long-convolution",
+    "many-taps",
     "steps-in-place",
     "steps-of-pairs",
 )

@@ -139,6 +139,7 @@ def filters():
     for length in (300, 50):
         leaves = [tensor(2, 300, 4, 3), tensor(4, length, 3), tensor(2, 300, 4, 3), tensor(4, 3)]
         pull([dsf.long_convolution(*leaves)], leaves)
+    pull([dsf.long_convolution(*leaves[:2])], leaves[:2])
 
 
 def impulses():
@@ -330,8 +331,8 @@ FAMILIES = {
         (
             "attention.kernel", "attention.step", "attention.sums", "double", "early", "fourier.holes",
             "fourier.numbers", "fourier.rows", "fourier.spectra", "fourier.states", "impulse", "launcher",
-            "layer.convolution", "layer.convolution_gradient", "layer.mixture", "layer.norm", "layer.product",
-            "layer.rotary", "layer.windows", "ranks",
+            "layer.convolution", "layer.convolution_gradient", "layer.depthwise", "layer.mixture", "layer.norm",
+            "layer.product", "layer.rotary", "layer.windows", "ranks",
         ),
     ),
 }  # fmt: skip

@@ -111,12 +111,12 @@ def test_the_long_convolution(tokens, length, dtype):
         assert (a - b).norm() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * b.norm()
 
 
-@pytest.mark.parametrize("tokens", [1023, 1100])
-def test_short_convolutions_of_many_taps(tokens):
-    """By torch, and by transforms from 1,024 tokens on."""
+@pytest.mark.parametrize("tokens, taps", [(30, 64), (1023, 64), (5000, 64), (1100, 9), (1023, 200), (1100, 200)])
+def test_short_convolutions_of_many_taps(tokens, taps):
+    """By sums; of more than 128 taps by torch, and by transforms from 1,024 tokens on."""
     torch.manual_seed(0)
-    conv = mixers.H3(48).conv1d.cuda().bfloat16()
-    x, state = torch.randn(2, tokens, 48).cuda().bfloat16(), torch.randn(2, 48, 63).cuda().bfloat16()
+    conv = mixers.H3(48, d_conv=taps).conv1d.cuda().bfloat16()
+    x, state = torch.randn(2, tokens, 48).cuda().bfloat16(), torch.randn(2, 48, taps - 1).cuda().bfloat16()
     found = []
     for module, dtype in ((conv, torch.bfloat16), (copy.deepcopy(conv).double(), torch.float64)):
         leaves = [x.to(dtype).requires_grad_(), state.to(dtype).requires_grad_(), *module.parameters()]

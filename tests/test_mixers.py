@@ -234,16 +234,17 @@ def test_small_maps_side_by_side_are_the_maps_and_wrapped_ones_are_called():
 
 @pytest.mark.parametrize("count", [7, 40])
 @pytest.mark.parametrize("started", [False, True])
-def test_a_convolution_of_many_taps_is_the_same_by_transforms(count, started, monkeypatch):
+@pytest.mark.parametrize("activation", [None, torch.nn.functional.silu])
+def test_a_convolution_of_many_taps_is_the_same_as_a_long_one(count, started, activation, monkeypatch):
     """As on a GPU; also of fewer tokens than taps."""
     from dsf.mixers._conv import ShortConv
 
-    conv = ShortConv(3, 20, bias=started, activation=None).double()
+    conv = ShortConv(3, 20, bias=started, activation=activation).double()
     x = torch.randn(2, count, 3, dtype=torch.float64, requires_grad=True)
     state = torch.randn(2, 3, 19, dtype=torch.float64, requires_grad=True) if started else None
     leaves, found = [x, *conv.parameters(), *([state] if started else [])], []
-    for by_fft in (False, True):
-        monkeypatch.setattr(ShortConv, "_is_long", lambda *_, now=by_fft: now)
+    for by_long in (False, True):
+        monkeypatch.setattr(ShortConv, "_is_long", lambda *_, now=by_long: now)
         y, last = conv(x, state)
         found.append([y, last, *torch.autograd.grad((y.sin().sum() + last.cos().sum()), leaves)])
     for a, b in zip(*found, strict=True):

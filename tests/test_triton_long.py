@@ -35,7 +35,7 @@ def results(leaves, gated, skipped, form):
     return [y, *torch.autograd.grad((y * weights).sum(), used)]
 
 
-@pytest.mark.parametrize("tokens, length", [(11, 11), (11, 4), (11, 30), (1, 3), (131, 131), (70, 1)])
+@pytest.mark.parametrize("tokens, length", [(11, 11), (11, 4), (11, 30), (1, 3), (131, 131), (300, 20), (70, 1)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("skipped", [False, True])
 def test_it_is_the_sum_over_lags_with_all_gradients(tokens, length, gated, skipped, counting):
@@ -51,11 +51,36 @@ def test_it_is_the_sum_over_lags_with_all_gradients(tokens, length, gated, skipp
         assert torch.equal(dsf.long_convolution(x, h, gate if gated else None, D if skipped else None), got[0])
 
 
-def test_half_precisions_are_rounded_once():
+@pytest.mark.parametrize("more", [True, False])
+def test_half_precisions_are_rounded_once(more):
     leaves = drawn(1, 70, 2, 70, 3, torch.bfloat16)
-    got, expected = results(leaves, True, True, "auto"), results([z.double() for z in leaves], True, True, "naive")
-    assert [z.dtype for z in got[1:]] == [z.dtype for z in leaves] and got[0].dtype == torch.bfloat16
+    got, expected = results(leaves, more, more, "auto"), results([z.double() for z in leaves], more, more, "naive")
+    assert [z.dtype for z in got[1:]] == [z.dtype for z in leaves[: len(got) - 1]] and got[0].dtype == torch.bfloat16
     assert all((a - b).norm() <= 2.0**-8 * b.norm() for a, b in zip(got, expected, strict=True))
+
+
+def test_a_short_filter_is_summed_to_the_last_token_alike():
+    """No token's error depends on later ones, as it does by transforms; x is a slice of a wider tensor."""
+    x, h = torch.randn(2, 200, 40), torch.randn(1, 64, 24)
+    x[:, 120:] *= 1e6
+    exact = dsf.long_convolution(x[..., 8:32].unsqueeze(2).double(), h.double(), form="naive")
+    for _ in range(3):
+        y = dsf.long_convolution(x[..., 8:32].unsqueeze(2), h)
+        for block, truth in zip(y.split(40, 1), exact.split(40, 1), strict=True):
+            assert (block - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+def test_sums_have_derivatives_of_their_gradients():
+    """Also where one tensor is the input and, of one channel and all its tokens, the filter."""
+    x, h = torch.randn(2, 20, 3, 5), torch.randn(3, 12, 5)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x, h = (z.detach().to(dtype).requires_grad_() for z in (x, h))
+        own = x[:1, :, :1, :1]
+        y = dsf.long_convolution(x, h).square().sum() + dsf.long_convolution(own, own[0].transpose(0, 1)).sum()
+        again = torch.autograd.grad(y, [x, h], create_graph=True)
+        found.append([*again, *torch.autograd.grad(sum(z.square().sum() for z in again), [x, h])])
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(*found, strict=True))
 
 
 def test_one_tensor_as_several_inputs_and_second_derivatives():

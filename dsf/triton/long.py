@@ -1,4 +1,8 @@
-"""The long convolution on a GPU as one operator forward and one backward (dsf.kernels.triton.fourier.filters)."""
+"""The long convolution on a GPU.
+
+By transforms it is one operator forward and one backward (dsf.kernels.triton.fourier.filters), with a short filter and
+nothing else it is sums (dsf.kernels.triton.layer.depthwise).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 Otherwise = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 TITLE = "long_convolution"
+SHORT = 128  # taps up to which sums take less time than transforms
 
 
 @functools.cache
@@ -35,12 +41,23 @@ def run(x: Tensor, h: Tensor, gate: Tensor | None, D: Tensor | None, otherwise: 
     """gate (x * h + D x) [B, T, H, P] in x's dtype. otherwise: the same by torch, for second derivatives."""
     from dsf.kernels.triton.fourier.filters import filtered
 
+    if gate is None and D is None and h.shape[1] <= SHORT:
+        return _by_sums(x, h)
     given = [z for z in (gate, D, h) if z is not None]
     if torch.is_grad_enabled() and any(z.requires_grad for z in (x, *given)):
         y: Tensor = _Filtered.apply(otherwise, x, h, gate, D)
         return y
     y, _ = filtered(_operands(x, gate, D), h, _programs(gate, D), False)
     return y
+
+
+def _by_sums(x: Tensor, h: Tensor) -> Tensor:
+    """x * h, each token's sum on its own."""
+    from dsf.kernels.triton.layer.depthwise_ops import depthwise_convolution
+
+    taps = rearrange(h[:, : x.shape[1]].flip(1), "h k p -> k (h p)")
+    y: Tensor = depthwise_convolution(x.flatten(2), taps, False)
+    return y.view(x.shape)
 
 
 def _operands(x: Tensor, gate: Tensor | None, D: Tensor | None) -> list[Tensor]:

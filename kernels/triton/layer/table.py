@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsf.kernels.triton.sizes import power
@@ -44,6 +45,23 @@ def convolution_step(widths: tuple[int, ...], heads: tuple[int, ...], batch: int
     few = batch * sum(-(-w // tile.channels) for w in widths) <= FEW
     channels = max(min(tile.channels, 256) if few else tile.channels, *heads)
     return channels, max(1, channels // 64 if few else max(tile.warps, max(heads) // 256))
+
+
+TAPS = 8  # whose gradients a program of depthwise_gradient sums
+
+
+def depthwise(channels: int, size: int) -> Tile:
+    """The tile of a convolution of many taps, of numbers of `size` bytes: rows of 128 bytes, runs of `block` tokens."""
+    return Tile(min(128 // size, power(channels)), 128, 8, 4)
+
+
+def depthwise_gradient(shape: Sequence[int], size: int, taps: int) -> Tile:
+    """That of the gradient of the taps, x of this shape: 8 runs of `block` tokens, shorter where programs are few."""
+    width, run = min(128 // size, power(shape[-1])), 128
+    programs = -(-taps // TAPS) * -(-shape[-1] // width) * shape[0]
+    while run > TAPS and programs * -(-shape[1] // (8 * run)) < PROGRAMS:
+        run //= 2
+    return Tile(width, 8 * run, run, 4)
 
 
 def norm(group: int, rows: int, ways: int, backward: bool) -> tuple[int, int, int, int]:

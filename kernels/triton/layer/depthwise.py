@@ -1,0 +1,93 @@
+"""The causal depthwise convolution of many taps, [B, T, C] as it lies: each output is a sum of K products, no FFT.
+
+An FFT costs several passes over numbers of 32 bits whatever K is; K products of numbers that are in a multiprocessor's
+cache cost less until K is above a hundred. taps: [K, C], that of the newest input last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsf.kernels.triton.layer.convolution import pushed
+from dsf.kernels.triton.layer.convolution_gradient import zeros_of
+
+
+@triton.jit
+def _place(blocks, B, SIZE: tl.constexpr, BC: tl.constexpr, first):
+    """(channels of this program, its sequence, its first token) of programs first, first + 1, …, channels fastest."""
+    c = first % blocks * BC + tl.arange(0, BC)
+    b = first // blocks % B
+    return c, b.to(tl.int64), (first // blocks // B).to(tl.int64) * SIZE
+
+
+@triton.jit
+def _rows(x, stride, t, c, T, C: tl.constexpr):
+    """x of tokens t and channels c in float32, zeros outside."""
+    inside = ((t >= 0) & (t < T))[:, None] & (c < C)[None, :]
+    return tl.load(x + t[:, None] * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add(sums, one, held):
+    """sums with the products of one tile and each of those held."""
+    found = ()
+    for j in tl.static_range(len(held)):
+        found = found + (sums[j] + one * held[j],)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def depthwise(
+    x, batch_stride, stride, taps, y, T, B,
+    C: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """y_t = Σ_j taps_{K-1-j} x_{t-j}, or BACK x_{t+j}. Grid (blocks of channels · B · tiles of BG runs of R tokens).
+
+    A number is loaded once for the R outputs of a run, each of which multiplies it with the tap before its neighbour's.
+    """
+    blocks: tl.constexpr = (C + BC - 1) // BC
+    c, b, t0 = _place(blocks, B, BG * R, BC, tl.program_id(0))
+    t = t0 + R * tl.arange(0, BG)
+    x += b * batch_stride
+    sums, held = zeros_of(t[:, None] + c[None, :], R), zeros_of(c[None, :], R)
+    for first in range(0, K + R - 1, R):
+        for i in tl.static_range(R):
+            s = first + i
+            tap = tl.load(taps + (K - 1 - s) * C + c, mask=(c < C) & (s < K), other=0.0).to(tl.float32)
+            held = pushed(tap[None, :], held)
+            sums = _add(sums, _rows(x, stride, t + s if BACK else t + (R - 1) - s, c, T, C), held)
+    for r in tl.static_range(R):
+        own = t + r if BACK else t + (R - 1) - r
+        to = y + b * T * C + own[:, None] * C + c[None, :]
+        tl.store(to, sums[r].to(y.dtype.element_ty), mask=(own < T)[:, None] & (c < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def depthwise_gradient(
+    dy, dy_batch, dy_stride, x, x_batch, x_stride, out, T, B,
+    C: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """out [tiles, B, K, C]: of tap K - 1 - j, Σ dy_t x_{t-j} of a tile's tokens, BG runs of L, a multiple of J.
+
+    Grid (taps / J · blocks of channels · B · tiles). The J numbers x_{t-j} of a token are held for the next one.
+    """
+    groups: tl.constexpr = (K + J - 1) // J
+    blocks: tl.constexpr = (C + BC - 1) // BC
+    c, b, begin = _place(blocks, B, BG * L, BC, tl.program_id(0) // groups)
+    lag = tl.program_id(0) % groups * J
+    t = begin + L * tl.arange(0, BG)
+    x, dy = x + b * x_batch, dy + b * dy_batch
+    tile = t[:, None] + c[None, :]
+    sums, held = zeros_of(tile, J), zeros_of(tile, J)
+    for j in tl.static_range(J):
+        held = pushed(_rows(x, x_stride, t - lag - (J - j), c, T, C), held)
+    for first in range(0, L, J):
+        for i in tl.static_range(J):
+            now = t + (first + i)
+            held = pushed(_rows(x, x_stride, now - lag, c, T, C), held)
+            sums = _add(sums, _rows(dy, dy_stride, now, c, T, C), held)
+    row = tl.program_id(0) // groups // blocks  # of tiles and sequences
+    for j in tl.static_range(J):
+        to = out + (row.to(tl.int64) * K + (K - 1 - lag - j)) * C + c
+        tl.store(to, tl.sum(sums[j], axis=0), mask=(c < C) & (lag + j < K))
