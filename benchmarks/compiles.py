@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 
 CALLS = (
     Sizes(1, 200, 2, 64, 64, packed=True), Sizes(1, 64, 16, 128, 128, state=True), Sizes(2, 100, 3, 16, 16),
-    Sizes(4, 2048, 16, 128, 128, state=True), Sizes(2, 200, 2, 64, 64),
+    Sizes(4, 2048, 16, 128, 128, state=True), Sizes(2, 200, 2, 64, 64), Sizes(1, 200, 2, 256, 256, state=True),
 )  # fmt: skip
 
 

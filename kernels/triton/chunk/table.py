@@ -127,7 +127,9 @@ def _row(n: int, p: int, dtype: torch.dtype, decay: str, delta: bool, normal: bo
         narrow = 32 if p <= 32 or (delta and decay == "scalar") else narrow
         return Tiles(32, keys, narrow, 4, 2, 64, 8, exact="tf32x3")
     if keys > 128:
-        return Tiles(32, keys, narrow, 8, 2, wide, 8)
+        if decay in ("key", "rank_one"):
+            return Tiles(32, keys, narrow, 8, 2, wide, 8)
+        return Tiles(64, keys, narrow, 4, 2, wide, 8, gradient_roles=2, saved_stages=2)
     if decay == "rank_one":
         return Tiles(64, keys, narrow, 8 if keys > 64 else 4, 2, narrow, 8, entry_warps=4, entry_piece=wide)
     stages = 3
