@@ -39,24 +39,25 @@ def _add(sums, one, held):
 
 @triton.jit(do_not_specialize=["T", "B"])
 def depthwise(
-    x, batch_stride, stride, taps, y, T, B,
+    of_x, taps, y, T, B,
     C: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """y_t = Σ_j taps_{K-1-j} x_{t-j}, or BACK x_{t+j}. Grid (blocks of channels · B · tiles of BG runs of R tokens).
 
+    of_x: (x, its stride of B, that of T).
     A number is loaded once for the R outputs of a run, each of which multiplies it with the tap before its neighbour's.
     """
     blocks: tl.constexpr = (C + BC - 1) // BC
     c, b, t0 = _place(blocks, B, BG * R, BC, tl.program_id(0))
     t = t0 + R * tl.arange(0, BG)
-    x += b * batch_stride
+    x = of_x[0] + b * of_x[1]
     sums, held = zeros_of(t[:, None] + c[None, :], R), zeros_of(c[None, :], R)
     for first in range(0, K + R - 1, R):
         for i in tl.static_range(R):
             s = first + i
             tap = tl.load(taps + (K - 1 - s) * C + c, mask=(c < C) & (s < K), other=0.0).to(tl.float32)
             held = pushed(tap[None, :], held)
-            sums = _add(sums, _rows(x, stride, t + s if BACK else t + (R - 1) - s, c, T, C), held)
+            sums = _add(sums, _rows(x, of_x[2], t + s if BACK else t + (R - 1) - s, c, T, C), held)
     for r in tl.static_range(R):
         own = t + r if BACK else t + (R - 1) - r
         to = y + b * T * C + own[:, None] * C + c[None, :]
@@ -65,7 +66,7 @@ def depthwise(
 
 @triton.jit(do_not_specialize=["T", "B"])
 def depthwise_gradient(
-    dy, dy_batch, dy_stride, x, x_batch, x_stride, out, T, B,
+    of_dy, of_x, out, T, B,
     C: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """out [tiles, B, K, C]: of tap K - 1 - j, Σ dy_t x_{t-j} of a tile's tokens, BG runs of L, a multiple of J.
@@ -77,16 +78,16 @@ def depthwise_gradient(
     c, b, begin = _place(blocks, B, BG * L, BC, tl.program_id(0) // groups)
     lag = tl.program_id(0) % groups * J
     t = begin + L * tl.arange(0, BG)
-    x, dy = x + b * x_batch, dy + b * dy_batch
+    x, dy = of_x[0] + b * of_x[1], of_dy[0] + b * of_dy[1]
     tile = t[:, None] + c[None, :]
     sums, held = zeros_of(tile, J), zeros_of(tile, J)
     for j in tl.static_range(J):
-        held = pushed(_rows(x, x_stride, t - lag - (J - j), c, T, C), held)
+        held = pushed(_rows(x, of_x[2], t - lag - (J - j), c, T, C), held)
     for first in range(0, L, J):
         for i in tl.static_range(J):
             now = t + (first + i)
-            held = pushed(_rows(x, x_stride, now - lag, c, T, C), held)
-            sums = _add(sums, _rows(dy, dy_stride, now, c, T, C), held)
+            held = pushed(_rows(x, of_x[2], now - lag, c, T, C), held)
+            sums = _add(sums, _rows(dy, of_dy[2], now, c, T, C), held)
     row = tl.program_id(0) // groups // blocks  # of tiles and sequences
     for j in tl.static_range(J):
         to = out + (row.to(tl.int64) * K + (K - 1 - lag - j)) * C + c

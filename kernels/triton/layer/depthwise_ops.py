@@ -10,39 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import launch, strided
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.depthwise import depthwise, depthwise_gradient
 from dsf.kernels.triton.operators import operator
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x with a contiguous last axis."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _forward(x: Tensor, taps: Tensor, back: bool) -> Tensor:
-    x, taps = _rows(x), taps.contiguous()
     (batch, tokens, channels), tile = x.shape, table.depthwise(x.shape[-1], x.element_size())
     y = x.new_empty(x.shape)
     grid = (-(-channels // tile.channels) * batch * -(-tokens // tile.rows),)
     launch(
-        depthwise, grid, x, x.stride(0), x.stride(1), taps, y, tokens, batch, C=channels, K=taps.shape[0], BACK=back,
+        depthwise, grid, strided(x), taps.contiguous(), y, tokens, batch, C=channels, K=taps.shape[0], BACK=back,
         BG=tile.rows // tile.block, BC=tile.channels, R=tile.block, num_warps=tile.warps,
     )  # fmt: skip
     return y
 
 
 def _sums(dy: Tensor, x: Tensor, taps: int) -> Tensor:
-    dy, x = _rows(dy), _rows(x)
     (batch, tokens, channels), tile = x.shape, table.depthwise_gradient(x.shape, x.element_size(), taps)
     runs = -(-tokens // tile.rows)
     out = x.new_empty(runs * batch, taps, channels, dtype=torch.float32)
     grid = (-(-taps // table.TAPS) * -(-channels // tile.channels) * batch * runs,)
     launch(
-        depthwise_gradient, grid, dy, dy.stride(0), dy.stride(1), x, x.stride(0), x.stride(1), out, tokens, batch,
-        C=channels, K=taps, L=tile.block, BG=tile.rows // tile.block, BC=tile.channels, J=table.TAPS,
-        num_warps=tile.warps,
+        depthwise_gradient, grid, strided(dy), strided(x), out, tokens, batch, C=channels, K=taps, L=tile.block,
+        BG=tile.rows // tile.block, BC=tile.channels, J=table.TAPS, num_warps=tile.warps,
     )  # fmt: skip
     return out.sum(0)
 
