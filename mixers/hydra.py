@@ -13,6 +13,7 @@ import dsf
 from dsf import Key, Packing, Param, Scalar, System, Value, exp, softplus
 from dsf.call.frame import Places, shifted
 from dsf.call.packing import tensor_of
+from dsf.kernels.convolution import short_convolution
 from dsf.language.errors import InputError
 from dsf.mixers._conv import split_heads
 from dsf.mixers._mamba import grouped, whole_group
@@ -107,7 +108,7 @@ class Hydra(BothWays):
         bounds = tensor_of(cu_seqlens, x.device)
         places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
         z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
-        v, *keys = split_heads(F.silu(self._centred(u, places)), self.split)
+        v, *keys = split_heads(self._centred(u, places), self.split)
         b, c, b_back, c_back = whole_group(self, *keys)
         heads = self.dims[0]
         y = semiseparable(
@@ -120,17 +121,17 @@ class Hydra(BothWays):
         return normed(self.norm, y.flatten(2), z, self.out_proj)
 
     def _centred(self, u: Tensor, places: Places | None) -> Tensor:
-        """The convolution [B, T, C]; for packed sequences tap by tap, so that none reads another."""
-        if places is None:
-            found: Tensor = self.conv1d(u.transpose(1, 2)).transpose(1, 2)
-            return found
+        """The convolution and SiLU [B, T, C]; for packed sequences tap by tap, so that none reads another."""
         side, tokens = self.conv1d.kernel_size[0] // 2, u.shape[1]
+        if places is None:  # the causal one of later tokens
+            ys, _ = short_convolution(F.pad(u, (0, 0, 0, side)), self.conv1d.weight.squeeze(1), self.conv1d.bias)
+            return ys[0][:, side:]
         wide, which = F.pad(u, (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
         y = torch.zeros_like(u) if self.conv1d.bias is None else self.conv1d.bias.expand_as(u)
         for tap in range(2 * side + 1):
             same = (which[tap : tap + tokens] == places.which).view(1, -1, 1)
             y = y + torch.where(same, wide[:, tap : tap + tokens], 0.0) * self.conv1d.weight[:, 0, tap]
-        return y
+        return F.silu(y)
 
 
 def _turned(x: Tensor, places: Places | None) -> Tensor:
