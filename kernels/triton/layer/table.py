@@ -9,6 +9,7 @@ from dsf.kernels.triton.sizes import power
 
 LANES = 32  # of a warp
 FEW = 16  # programs of a launch that takes as long as one of them
+TAPS = 8  # whose gradients a program of depthwise_gradient sums
 PROGRAMS = 1056  # fewest programs of a launch: eight for each multiprocessor of an H100 or H200
 
 
@@ -45,9 +46,6 @@ def convolution_step(widths: tuple[int, ...], heads: tuple[int, ...], batch: int
     few = batch * sum(-(-w // tile.channels) for w in widths) <= FEW
     channels = max(min(tile.channels, 256) if few else tile.channels, *heads)
     return channels, max(1, channels // 64 if few else max(tile.warps, max(heads) // 256))
-
-
-TAPS = 8  # whose gradients a program of depthwise_gradient sums
 
 
 def depthwise(channels: int, size: int) -> Tile:
