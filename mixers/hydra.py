@@ -35,6 +35,23 @@ def semiseparable(x: Value, dt: Scalar, b: Key, c: Key, A_log: Param[Scalar], dt
     return System(A=exp(-exp(A_log) * delta), B=b * (delta * x), C=c)
 
 
+class CentredConv(nn.Conv1d):
+    """Depthwise convolution over as many tokens before as after each, then SiLU. weight [C, 1, K], K odd; bias [C]."""
+
+    def forward(self, u: Tensor, places: Places | None) -> Tensor:  # type: ignore[override]
+        """u: [B, T, C] -> the same shape. places: those of packed sequences, of which none reads another."""
+        side, tokens = self.kernel_size[0] // 2, u.shape[1]
+        if places is None:  # the causal one of later tokens
+            ys, _ = short_convolution(F.pad(u, (0, 0, 0, side)), self.weight.squeeze(1), self.bias)
+            return ys[0][:, side:]
+        wide, which = F.pad(u, (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
+        y = torch.zeros_like(u) if self.bias is None else self.bias.expand_as(u)
+        for tap in range(2 * side + 1):
+            same = (which[tap : tap + tokens] == places.which).view(1, -1, 1)
+            y = y + torch.where(same, wide[:, tap : tap + tokens], 0.0) * self.weight[:, 0, tap]
+        return F.silu(y)
+
+
 class Hydra(BothWays):
     """The Hydra block. Constructor, parameter names, shapes and init as the released `Hydra`.
 
@@ -77,7 +94,7 @@ class Hydra(BothWays):
         self.widths = [d_inner, d_inner + 2 * each, 2 * heads]  # z, what is convolved, dt of both
         self.split = (heads, headdim, *(n_groups, d_state) * 4)  # x; b, c forward; b, c backward
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
-        self.conv1d = nn.Conv1d(self.widths[1], self.widths[1], d_conv, groups=self.widths[1], padding=d_conv // 2)
+        self.conv1d = CentredConv(self.widths[1], self.widths[1], d_conv, groups=self.widths[1], padding=d_conv // 2)
         self.own("dt_bias", partial(time_step, dt_min=dt_min, dt_max=dt_max), heads, kind="rate")
         self.own("A_log", torch.zeros, heads, kind="rate")
         self.own("D", torch.ones, heads, kind="rate")
@@ -108,7 +125,7 @@ class Hydra(BothWays):
         bounds = tensor_of(cu_seqlens, x.device)
         places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
         z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
-        v, *keys = split_heads(self._centred(u, places), self.split)
+        v, *keys = split_heads(self.conv1d(u, places), self.split)
         b, c, b_back, c_back = whole_group(self, *keys)
         heads = self.dims[0]
         y = semiseparable(
@@ -119,19 +136,6 @@ class Hydra(BothWays):
         skip = self.fc_D(v.flatten(2)) + self.D.to(v.dtype)
         y = ahead + _turned(back, places) + v * skip.unsqueeze(-1)
         return normed(self.norm, y.flatten(2), z, self.out_proj)
-
-    def _centred(self, u: Tensor, places: Places | None) -> Tensor:
-        """The convolution and SiLU [B, T, C]; for packed sequences tap by tap, so that none reads another."""
-        side, tokens = self.conv1d.kernel_size[0] // 2, u.shape[1]
-        if places is None:  # the causal one of later tokens
-            ys, _ = short_convolution(F.pad(u, (0, 0, 0, side)), self.conv1d.weight.squeeze(1), self.conv1d.bias)
-            return ys[0][:, side:]
-        wide, which = F.pad(u, (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
-        y = torch.zeros_like(u) if self.conv1d.bias is None else self.conv1d.bias.expand_as(u)
-        for tap in range(2 * side + 1):
-            same = (which[tap : tap + tokens] == places.which).view(1, -1, 1)
-            y = y + torch.where(same, wide[:, tap : tap + tokens], 0.0) * self.conv1d.weight[:, 0, tap]
-        return F.silu(y)
 
 
 def _turned(x: Tensor, places: Places | None) -> Tensor:

@@ -84,6 +84,14 @@ def test_hydra_is_a_quasiseparable_matrix():
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(y))
 
 
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 1, 7])], ids=["whole", "packed"])
+def test_who_looks_at_hydras_convolution_sees_it(bounds):
+    layer, seen = made("Hydra"), []
+    layer.conv1d.register_forward_hook(lambda module, given, y: seen.append((given[0].shape, y.shape)))
+    layer(torch.randn(1, 7, 16, dtype=torch.float64), cu_seqlens=bounds)
+    assert seen == [((1, 7, 64), (1, 7, 64))]
+
+
 def test_vision_lstm_is_two_blocks_in_turn():
     layer = made("VisionLSTM")
     x = torch.randn(2, 7, 16, dtype=torch.float64)

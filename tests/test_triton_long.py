@@ -10,6 +10,7 @@ import dsf
 from dsf import mixers
 from dsf.call import long
 from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
+from dsf.mixers import _conv
 from dsf.triton import long as on_gpu
 
 pytestmark = interpreted
@@ -28,7 +29,7 @@ def drawn(batch, tokens, heads, length, p, dtype=torch.float32):
 
 def results(leaves, gated, skipped, form):
     """y and the gradients of what is given."""
-    x, h, gate, D = leaves = [z.detach().requires_grad_() for z in leaves]
+    x, h, gate, D = leaves = [None if z is None else z.detach().requires_grad_() for z in leaves]
     y = dsf.long_convolution(x, h, gate if gated else None, D if skipped else None, form=form)
     used = [z for z, now in zip(leaves, (True, True, gated, skipped), strict=True) if now]
     weights = torch.linspace(-1, 1, y.numel()).cos().bfloat16().to(y).view_as(y)
@@ -68,6 +69,35 @@ def test_a_short_filter_is_summed_to_the_last_token_alike():
         y = dsf.long_convolution(x[..., 8:32].unsqueeze(2), h)
         for block, truth in zip(y.split(40, 1), exact.split(40, 1), strict=True):
             assert (block - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+def test_transforms_err_as_those_of_torch(monkeypatch):
+    """In each block of tokens or taps, over all channels, of which there are enough for an error's root mean square."""
+    leaves, found = drawn(2, 200, 40, 200, 5)[:2], []
+    exact = results([*(z.double() for z in leaves), None, None], False, False, "auto")
+    for kernels in (True, False):
+        monkeypatch.setattr(long, "on_kernels", lambda x, now=kernels: now and x.dtype != torch.float64)
+        got = results([*leaves, None, None], False, False, "auto")
+        errors = [(a.double() - b).split(50, 1) for a, b in zip(got, exact, strict=True)]
+        found.append(torch.tensor([block.detach().square().mean().sqrt() for blocks in errors for block in blocks]))
+    assert (found[0] <= 1.1 * found[1]).all()
+
+
+@pytest.mark.parametrize("tokens", [3, 41])
+@pytest.mark.parametrize("activation", [None, torch.nn.functional.silu])
+def test_short_convolutions_of_many_taps_sum_in_half_precision(tokens, activation, monkeypatch, counting):
+    """With a bias and from a state; also of fewer tokens than taps. y is rounded before the bias, and before SiLU."""
+    monkeypatch.setattr(_conv, "on_kernels", lambda x: x.dtype != torch.float64)
+    conv, calls = _conv.ShortConv(7, 20, activation=activation).bfloat16(), counting(on_gpu, "_by_sums")
+    x, state, found = torch.randn(2, tokens, 7).bfloat16(), torch.randn(2, 7, 19).bfloat16(), []
+    for module, dtype in ((conv, torch.bfloat16), (copy.deepcopy(conv).double(), torch.float64)):
+        leaves = [x.to(dtype).requires_grad_(), state.to(dtype).requires_grad_(), *module.parameters()]
+        y, last = module(*leaves[:2])
+        weights = torch.linspace(-1, 1, y.numel()).cos().bfloat16().to(dtype).view_as(y)
+        found.append([y, last, *torch.autograd.grad((y * weights).sum(), leaves)])
+    assert calls[0] == 1
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == torch.bfloat16 and (a - b).norm() <= 2.0**-7 * b.norm()
 
 
 def test_sums_have_derivatives_of_their_gradients():

@@ -7,7 +7,7 @@ conjugate of Z[-f]. A circular convolution y of x and m is, in even and odd numb
     E_y = E_x E_m + w O_x O_m,  O_y = E_x O_m + O_x E_m,  so  Z_y = Z_x Z_m + (1 + w) O_x O_m,
 
 with w[f] = e^{-2πi f / F}, a delay by one. A correlation of g with m, its adjoint, is Z_g Z_m* + i (1 + w*) E_g O_m*.
-Real FFTs of 2F numbers take as long, but torch copies all spectra before it makes rows of them again.
+Real FFTs of 2F numbers take no less time, and torch copies all spectra before it makes rows of them again.
 
 Z is [rows, F, 2], real and imaginary parts side by side.
 """

@@ -14,11 +14,11 @@ from dsf.kernels.triton.layer.convolution_gradient import zeros_of
 
 
 @triton.jit
-def _place(blocks, B, SIZE: tl.constexpr, BC: tl.constexpr, first):
-    """(channels of this program, its sequence, its first token) of programs first, first + 1, …, channels fastest."""
-    c = first % blocks * BC + tl.arange(0, BC)
-    b = first // blocks % B
-    return c, b.to(tl.int64), (first // blocks // B).to(tl.int64) * SIZE
+def _place(program, blocks, B, SIZE: tl.constexpr, BC: tl.constexpr):
+    """A program's channels, sequence and first token, of programs with tiles of SIZE tokens, channels fastest."""
+    c = program % blocks * BC + tl.arange(0, BC)
+    b = program // blocks % B
+    return c, b.to(tl.int64), (program // blocks // B).to(tl.int64) * SIZE
 
 
 @triton.jit
@@ -44,11 +44,11 @@ def depthwise(
 ):  # fmt: skip
     """y_t = Σ_j taps_{K-1-j} x_{t-j}, or BACK x_{t+j}. Grid (blocks of channels · B · tiles of BG runs of R tokens).
 
-    of_x: (x, its stride of B, that of T).
-    A number is loaded once for the R outputs of a run, each of which multiplies it with the tap before its neighbour's.
+    of_x: (x, its stride of B, that of T). A number is loaded once for the R outputs of a run, each of which multiplies
+    it with the tap next to its neighbour's.
     """
     blocks: tl.constexpr = (C + BC - 1) // BC
-    c, b, t0 = _place(blocks, B, BG * R, BC, tl.program_id(0))
+    c, b, t0 = _place(tl.program_id(0), blocks, B, BG * R, BC)
     t = t0 + R * tl.arange(0, BG)
     x = of_x[0] + b * of_x[1]
     sums, held = zeros_of(t[:, None] + c[None, :], R), zeros_of(c[None, :], R)
@@ -71,11 +71,12 @@ def depthwise_gradient(
 ):  # fmt: skip
     """out [tiles, B, K, C]: of tap K - 1 - j, Σ dy_t x_{t-j} of a tile's tokens, BG runs of L, a multiple of J.
 
-    Grid (taps / J · blocks of channels · B · tiles). The J numbers x_{t-j} of a token are held for the next one.
+    of_dy, of_x: as in `depthwise`. Grid (taps / J · blocks of channels · B · tiles). The J numbers x_{t-j} of a token
+    are held for the next one.
     """
     groups: tl.constexpr = (K + J - 1) // J
     blocks: tl.constexpr = (C + BC - 1) // BC
-    c, b, begin = _place(blocks, B, BG * L, BC, tl.program_id(0) // groups)
+    c, b, begin = _place(tl.program_id(0) // groups, blocks, B, BG * L, BC)
     lag = tl.program_id(0) % groups * J
     t = begin + L * tl.arange(0, BG)
     x, dy = of_x[0] + b * of_x[1], of_dy[0] + b * of_dy[1]
