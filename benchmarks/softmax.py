@@ -3,9 +3,11 @@
 python benchmarks/softmax.py --seconds 240 --commit HASH --out benchmarks/results/softmax.json
 python benchmarks/softmax.py --page benchmarks/results/softmax.json --into docs/performance.md     # its table
 
-Every row: forward, and forward and backward, median milliseconds of CUDA events, the largest error of y and of
-gradients in the same run (by head and block of 64 tokens, over the norm of the typical block, against float64 on some
-heads), and the same of every peer that can be imported. Results are written after every row; the table comes last.
+Every row: forward, and forward and backward, median milliseconds of CUDA events, of single calls and of replays of
+one CUDA graph, in which the host takes no part; the largest error of y and of gradients in the same run (by head and
+block of 64 tokens, over the norm of the typical block, against float64 on some heads), and the same of every peer that
+can be imported, fla's autotuner cut to --candidates a kernel. Results are written after every row; the table comes
+last.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_page import add_page_options, pair, shows
+from gpu_compile import few_candidates, tune_quickly
+from gpu_page import add_page_options, pair, ratios, shows
 from torch import Tensor
 
 import dsf
@@ -63,11 +66,30 @@ def both(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> list[
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
-def timed(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> dict[str, float]:
+def replays(call: Callable[[], Any], device: torch.device) -> float | None:
+    """Median of replays of a CUDA graph of the call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return milliseconds(graph.replay, device)
+
+
+def timed(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> dict[str, float | None]:
     """Milliseconds of the forward pass alone, and with the backward pass."""
-    with torch.no_grad():
-        forward = milliseconds(lambda: call(*inputs), dy.device)
-    return {"forward_ms": forward, "both_ms": milliseconds(lambda: both(call, inputs, dy), dy.device)}
+    found: dict[str, float | None] = {}
+    ways = {"forward": lambda: call(*inputs), "both": lambda: both(call, inputs, dy)}
+    for name, way in ways.items():
+        with torch.set_grad_enabled(name == "both"):
+            found |= {f"{name}_ms": milliseconds(way, dy.device), f"{name}_graph_ms": replays(way, dy.device)}
+    return found
 
 
 def exact(inputs: list[Tensor], dy: Tensor, window: int | None) -> list[Tensor]:
@@ -188,29 +210,36 @@ def measured(name: str, shape: tuple[int, ...], device: torch.device, dtype: tor
     return row
 
 
+WAYS = "ms", "graph_ms"
 PEERS = {"sdpa": "torch SDPA, without gates", "fla": "fla", "flex": "FlexAttention"}
+
+
+def times(one: dict[str, Any], way: str) -> list[float | None]:
+    """Forward, and with the backward pass; None where not measured."""
+    return [one.get(f"{name}_{way}") for name in ("forward", "both")]
 
 
 def page(data: dict[str, Any]) -> str:
     """The table of a record."""
-    lines = ["| recurrence | B, T, H, N | ours ms | worst error of y, of gradients | peer | peer ms | ours ÷ peer |"]
-    lines.append("|---" * 7 + "|")
+    lines = [
+        "| recurrence | B, T, H, N | ours ms | as a graph | worst error of y, of gradients | peer | peer ms "
+        "| as a graph | ours ÷ peer | as graphs |"
+    ]
+    lines.append("|---" * 10 + "|")
     for row in data["rows"]:
-        ours, shape = row["dsf"], ", ".join(map(str, row["shape"]))
-        mine = [ours["forward_ms"], ours["both_ms"]]
-        off = ours.get("errors", {})
+        off = row["dsf"].get("errors", {})
         errors = f"{off['y']:.1e}, {max(v for k, v in off.items() if k != 'y'):.1e}" if off else "–"
-        lead = [f"`{row['name']}`", shape, pair(mine), errors]
+        shape, mine = ", ".join(map(str, row["shape"])), [times(row["dsf"], way) for way in WAYS]
+        lead = [f"`{row['name']}`", shape, *map(pair, mine), errors]
         for who, title in PEERS.items():
-            one = row.get(who)
-            if one is None:
-                continue
-            theirs = [one.get("forward_ms"), one.get("both_ms")]
-            over = pair([None if x is None else m / x for m, x in zip(mine, theirs, strict=True)])
-            failed = f" ({one['failed'].split(':')[0]})" if "failed" in one else ""
-            lines.append(f"| {' | '.join([*lead, title + failed, pair(theirs), over])} |")
-            lead = ["", "", "", ""]
-    return "\n".join([*lines, "", f"{data['device']}, torch {data['torch']}, commit {data['commit']}, bfloat16."])
+            if who in row:
+                failed = f" ({row[who]['failed'].split(':')[0]})" if "failed" in row[who] else ""
+                theirs = [times(row[who], way) for way in WAYS]
+                over = [pair(ratios(*both)) for both in zip(mine, theirs, strict=True)]
+                lines.append(f"| {' | '.join([*lead, title + failed, *map(pair, theirs), *over])} |")
+                lead = [""] * len(lead)
+    cut = f", fla's autotuner cut to {data['candidates']} candidates a kernel" if data.get("candidates") else ""
+    return "\n".join([*lines, "", f"{data['device']}, torch {data['torch']}, commit {data['commit']}, bfloat16{cut}."])
 
 
 def main() -> None:
@@ -220,15 +249,19 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=Path("softmax.json"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes, on a CPU too")
+    parser.add_argument("--candidates", type=int, default=4)
     add_page_options(parser)
     options = parser.parse_args()
     if shows(options, page):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    about = {"commit": options.commit, "torch": torch.__version__, "device": str(device)}
+    about: dict[str, Any] = {"commit": options.commit, "torch": torch.__version__, "device": str(device)}
+    about["candidates"] = options.candidates
     if device.type == "cuda":
         about["device"] = torch.cuda.get_device_name()
+        few_candidates(options.candidates)
+        tune_quickly()
     begin, found = time.perf_counter(), []
     for name, shape in rows(options.quick):
         if time.perf_counter() - begin > options.seconds:

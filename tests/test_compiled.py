@@ -90,11 +90,13 @@ def inputs(recurrence, sizes, groups=None, step=False):
     return found
 
 
-def call(recurrence, grad=True, packed=False, state=False, groups=None, parallel=None, **sizes):
+def call(recurrence, grad=True, packed=False, state=False, groups=None, parallel=None, dtype=None, **sizes):
     """A call, and where `grad` its gradients; state: goes in and comes out."""
     sizes = {"B": 1 if packed else 2, "T": 2048, "H": 4, "N": 64, "P": 64} | sizes
     sizes["N/2"], tokens = sizes["N"] // 2, sizes["T"]
     given, how = inputs(recurrence, sizes, groups), {} if parallel is None else {"parallel": parallel}
+    if dtype is not None:
+        given = {name: torch.empty_like(x, dtype=dtype, requires_grad=True) for name, x in given.items()}
     leaves = list(given.values())
     if packed:
         how["cu_seqlens"] = Packing((0, tokens // 3, tokens // 2, tokens))
@@ -324,6 +326,7 @@ FAMILIES = {
             "attention, a token": attention_step,
             "attention, a token, early": early(attention_step),
             "alibi": of("alibi"),
+            "alibi, float32": of("alibi", dtype=torch.float32),
             "sink_attention": of("sink_attention"),
             "sliding_window_attention": of("sliding_window_attention"),
             "turned attention": of(turned),

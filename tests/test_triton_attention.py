@@ -180,3 +180,19 @@ def test_tiles_that_are_seen_whole_or_in_part(window, tile, monkeypatch):
         assert bool(got.isfinite().all())
         if window != 1 or name in "yv":  # of one token alone the weight is 1, and its gradients are rounding errors
             judged(got, exact, 2e-2)
+
+
+def test_decays_that_forget_nearly_all_keep_gradients():
+    """Weights are made relative to the first query of a tile, so their exponents reach 18,000 after 63 tokens at log
+    decays of -200; float32 then keeps steps of 1/512."""
+    T, dtype, found = 130, torch.bfloat16, {}
+    x = {n: torch.randn(1, T, 2, 16).to(dtype) for n in "qkv"}
+    x["f"] = torch.where(torch.rand(1, T, 2) < 0.9, -200.0, 3.0).to(dtype)
+    dy = torch.randn(1, T, 2, 16).to(dtype)
+    for backend, wide in (("triton", dtype), ("torch", torch.float64)):
+        leaves = {n: z.to(wide).requires_grad_() for n, z in x.items()}
+        y = forgetting(**leaves, backend=backend)
+        found[backend] = [y, *torch.autograd.grad(y, list(leaves.values()), dy.to(wide))]
+    for got, exact in zip(found["triton"], found["torch"], strict=True):
+        got, exact = got.detach().double(), exact.detach()
+        torch.testing.assert_close(got, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))

@@ -1,8 +1,9 @@
 """Attention and its two gradient kernels: one by queries, one by keys.
 
 q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, y as q with P.
-c: [B, H, 2, T] float32, running sums of log decays as two float32 parts; scores get the differences of both parts, so
-that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's weights.
+c: [B, H, 3, T] float32, running sums of log decays (dsf.kernels.triton.attention.sums); scores get the differences of
+the first two parts, so that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's
+weights. marks: [B, H, 2, T], of a query delta (see attention_rows) and log2 of that sum, less the third part of c.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.attention.sums import NEAR
 from dsf.kernels.triton.structs import Config
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -36,13 +38,15 @@ class Attended(NamedTuple):
 class Tiles(Config):
     """WINDOW: how many tokens a row sees, 0 for all. BIASED: there is c. R rows (queries) and C columns (keys) a tile.
 
-    WIDE: float32 inputs, where the gradient of c is summed in float64 and every tile is made like a part. N, P: the
-    widths of keys and values; D, E: the same, filled up to a power of two.
+    WIDE: float32 inputs, where the gradient of c is summed in float64 and every tile is made like a part. TWICE: rows
+    and columns need the same bits of ds, so rows sum them before they make them again. N, P: the widths of keys and
+    values; D, E: the same, filled up to a power of two.
     """
 
     WINDOW: int
     BIASED: bool
     WIDE: bool
+    TWICE: bool
     R: int
     C: int
     N: int
@@ -79,15 +83,34 @@ def _vector(x, bh, at, T, other=0.0):
 @triton.jit
 def _since(c, bh, at, row, T):
     """c of the tokens `at` minus c of one token, in the units of exponents of 2."""
-    high = _vector(c, 2 * bh, at, T) - tl.load(c + (2 * bh).to(tl.int64) * T + row)
-    return (high + (_vector(c, 2 * bh + 1, at, T) - tl.load(c + (2 * bh + 1).to(tl.int64) * T + row))) * LOG2E
+    high = _vector(c, 3 * bh, at, T) - tl.load(c + (3 * bh).to(tl.int64) * T + row)
+    return (high + (_vector(c, 3 * bh + 1, at, T) - tl.load(c + (3 * bh + 1).to(tl.int64) * T + row))) * LOG2E
+
+
+@triton.jit
+def _between(c, first, row, T):
+    """c of the token where the NEAR tokens of `first` begin minus c of one token, in the units of exponents of 2. c: of
+    one head."""
+    begin = first // NEAR * NEAR
+    return (tl.load(c + begin) - tl.load(c + row) + (tl.load(c + T + begin) - tl.load(c + T + row))) * LOG2E
+
+
+@triton.jit
+def _near(c, bh, first, row, T, SIZE: tl.constexpr, PART: tl.constexpr):
+    """(c of SIZE tokens from `first` on minus c of the token where their NEAR tokens begin, the latter minus c of one
+    token), in the units of exponents of 2."""
+    c, at = c + (3 * bh).to(tl.int64) * T, first + tl.arange(0, SIZE)
+    less = _between(c, first, row, T)
+    if PART:
+        return tl.load(c + 2 * T + at, mask=at < T, other=0.0), less
+    return tl.load(c + 2 * T + at), less
 
 
 @triton.jit
 def _difference(c, bh, rows, columns, T):
     """c of rows minus c of columns, [rows, columns]."""
-    high = _vector(c, 2 * bh, rows, T)[:, None] - _vector(c, 2 * bh, columns, T)[None]
-    return high + (_vector(c, 2 * bh + 1, rows, T)[:, None] - _vector(c, 2 * bh + 1, columns, T)[None])
+    high = _vector(c, 3 * bh, rows, T)[:, None] - _vector(c, 3 * bh, columns, T)[None]
+    return high + (_vector(c, 3 * bh + 1, rows, T)[:, None] - _vector(c, 3 * bh + 1, columns, T)[None])
 
 
 @triton.jit
@@ -101,10 +124,19 @@ def _seen(rows, columns, T, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _place(T, SIZE: tl.constexpr):
+    """(sequence and head in one, which SIZE tokens of it) of this program. Those of a head run at a time, so that what
+    they read is in the cache."""
+    blocks = tl.cdiv(T, SIZE)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks
+
+
+@triton.jit
 def _queries(H, T, tile: tl.constexpr):
     """(sequence and head in one, sequence, head, first row) of this program, the longest rows first, and the columns
     where it begins, from where on and up to where all its rows see all columns, and where it ends."""
-    first, bh = (tl.num_programs(1) - 1 - tl.program_id(1)) * tile.R, tl.program_id(0)
+    bh, block = _place(T, tile.R)
+    first = (tl.cdiv(T, tile.R) - 1 - block) * tile.R
     begin, whole, part = 0, 0, first // tile.C * tile.C
     if tile.WINDOW > 0:
         begin = tl.maximum(first - tile.WINDOW + 1, 0) // tile.C * tile.C
@@ -129,25 +161,28 @@ def _values(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _exponents(x, a, keys, bh, first, start, T, tile: tl.constexpr, PART: tl.constexpr):
-    """log2 of the weights of C keys from `start` on for R queries a from `first` on, minus infinity where none is seen.
+    """log2 of the weights of C keys from `start` on for R queries a from `first` on, minus infinity where none is seen,
+    and a number that is to be taken from all of them.
 
-    Where all are seen (no PART), c of the keys is less c of the first query, not of each: a product, then one operation
-    an element. Weights of one query differ by a factor from what they are.
+    c of the keys is less c of the first query, not of each (`_own`): a product, then one operation an element. Weights
+    of one query differ by a factor from what they are. So it is not if WIDE.
     """
-    s = tl.dot(a, tl.trans(keys), input_precision="ieee") * (x.scale * LOG2E)
-    if PART:
-        rows, columns = first + tl.arange(0, tile.R), start + tl.arange(0, tile.C)
+    rows, columns, less = first + tl.arange(0, tile.R), start + tl.arange(0, tile.C), 0.0
+    if tile.BIASED and not tile.WIDE:
+        near, less = _near(x.c, bh, start, first, T, tile.C, PART)
+        s = tl.dot(a, tl.trans(keys), input_precision="ieee") * (x.scale * LOG2E) - near[None]
+    else:
+        s = tl.dot(a, tl.trans(keys), input_precision="ieee") * (x.scale * LOG2E)
         if tile.BIASED:
             s += _difference(x.c, bh, rows, columns, T) * LOG2E
-        return tl.where(_seen(rows, columns, T, tile.WINDOW), s, float("-inf"))
-    if tile.BIASED:
-        s -= _since(x.c, bh, start + tl.arange(0, tile.C), first, T)[None]
-    return s
+    if PART:
+        s = tl.where(_seen(rows, columns, T, tile.WINDOW), s, float("-inf"))
+    return s, less
 
 
 @triton.jit
 def _own(x, bh, first, T, tile: tl.constexpr):
-    """log2 of the factor by which weights of whole tiles differ from those of parts, [R]."""
+    """log2 of the factor by which R queries' weights differ from those of `_exponents`, [R]."""
     if tile.BIASED and not tile.WIDE:
         return _since(x.c, bh, first + tl.arange(0, tile.R), first, T)
     return tl.zeros([tile.R], tl.float32)
@@ -157,9 +192,9 @@ def _own(x, bh, first, T, tile: tl.constexpr):
 def _attend(x, a, top, total, out, b, h, bh, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr):
     """The maximum of exponents, the sum of weights and of weighted values, with those of columns begin to end."""
     for start in range(begin, end, tile.C):
-        s = _exponents(x, a, _keys(x, b, h, start, T, tile, PART), bh, first, start, T, tile, PART)
-        new = tl.maximum(top, tl.max(s, 1))
-        w, gain = tl.exp2(s - new[:, None]), tl.exp2(top - new)
+        s, less = _exponents(x, a, _keys(x, b, h, start, T, tile, PART), bh, first, start, T, tile, PART)
+        new = tl.maximum(top, tl.max(s, 1) - less)
+        w, gain = tl.exp2(s - (new + less)[:, None]), tl.exp2(top - new)
         total, top = total * gain + tl.sum(w, 1), new
         values = _values(x, b, h, start, T, tile, PART)
         out = out * gain[:, None] + tl.dot(w.to(values.dtype), values, input_precision="ieee")
@@ -174,11 +209,10 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
     top = tl.full([tile.R], LEAST, tl.float32)
     total, out = tl.zeros([tile.R], tl.float32), tl.zeros([tile.R, tile.E], tl.float32)
     top, total, out = _attend(x, a, top, total, out, b, h, bh, first, whole, part, T, tile, tile.WIDE)
-    top = tl.maximum(top + _own(x, bh, first, T, tile), LEAST)
     if tile.WINDOW > 0:
         top, total, out = _attend(x, a, top, total, out, b, h, bh, first, begin, whole, T, tile, True)
     top, total, out = _attend(x, a, top, total, out, b, h, bh, first, part, end, T, tile, True)
-    total = tl.where(total > 0, total, 1.0)
+    top, total = top + _own(x, bh, first, T, tile), tl.where(total > 0, total, 1.0)
     _store(y, out / total[:, None], b, h, x.H, first, T, tile.R, tile.P, tile.E)
     rows = first + tl.arange(0, tile.R)
     tl.store(lse + bh.to(tl.int64) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
@@ -188,7 +222,8 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
 def _scores_gradient(x, a, up, level, shift, b, h, bh, first, start, T, tile: tl.constexpr, PART: tl.constexpr):
     """C keys from `start` on, their weights for R queries and ds. level: log2 of the sum of a row's weights."""
     keys, values = _keys(x, b, h, start, T, tile, PART), _values(x, b, h, start, T, tile, PART)
-    w = tl.exp2(_exponents(x, a, keys, bh, first, start, T, tile, PART) - level[:, None])
+    s, less = _exponents(x, a, keys, bh, first, start, T, tile, PART)
+    w = tl.exp2(s - (level + less)[:, None])
     return keys, w, w * (tl.dot(up, tl.trans(values), input_precision="ieee") - shift[:, None])
 
 
@@ -201,109 +236,115 @@ def _totals(ds, tile: tl.constexpr):
 
 
 @triton.jit
-def _add_deltas(x, a, up, level, shift, off, b, h, bh, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr):
-    """off with the sums of ds over columns begin to end."""
+def _add_columns_to_rows(
+    x, a, up, level, shift, found, bh, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr, MADE: tl.constexpr
+):  # fmt: skip
+    """found: the sums of the rows of ds, of ds times keys and of weights times keys, with those of columns begin to
+    end; only the first unless MADE, the last unless TWICE."""
+    b, h = bh // x.H, bh % x.H
+    total, da, mean = found
     for start in range(begin, end, tile.C):
-        _, _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, first, start, T, tile, PART)
-        off += tl.sum(ds, 1)
-    return off
-
-
-@triton.jit(do_not_specialize=["T"])
-def attention_deltas(x, dy, y, lse, dlse, delta, T, tile: tl.constexpr):
-    """delta [B, H, T], with which the ds of each row add up to its dlse.
-
-    ⟨dy, y⟩ - dlse is inexact because y was rounded; where one weight is nearly 1 its error exceeds all of ds. With
-    consistent ds the contributions of rows and keys to the gradient of an angle or decay cancel as they should.
-    """
-    bh, b, h, first, begin, whole, part, end = _queries(x.H, T, tile)
-    rows = first + tl.arange(0, tile.R)
-    a, up = _reads(x, b, h, first, T, tile, True), _tile(dy, b, h, x.H, first, T, tile.R, tile.P, tile.E, True)
-    own_y = _tile(y, b, h, x.H, first, T, tile.R, tile.P, tile.E, True)
-    off = -_vector(dlse, bh, rows, T)
-    level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, tl.sum(up.to(tl.float32) * own_y, 1) + off
-    own = level - _own(x, bh, first, T, tile)
-    off = _add_deltas(x, a, up, own, shift, off, b, h, bh, first, whole, part, T, tile, tile.WIDE)
-    if tile.WINDOW > 0:
-        off = _add_deltas(x, a, up, level, shift, off, b, h, bh, first, begin, whole, T, tile, True)
-    off = _add_deltas(x, a, up, level, shift, off, b, h, bh, first, part, end, T, tile, True)
-    tl.store(delta + bh.to(tl.int64) * T + rows, shift + off, mask=rows < T)
+        keys, w, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, first, start, T, tile, PART)
+        total += _totals(ds, tile)
+        if MADE:
+            da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
+            if not tile.TWICE:
+                mean += tl.dot(w.to(keys.dtype), keys, input_precision="ieee")
+    return total, da, mean
 
 
 @triton.jit
-def _add_rows(
-    x, a, up, level, shift, da, late, b, h, bh, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
-    """da and late with what columns begin to end add."""
-    for start in range(begin, end, tile.C):
-        keys, _, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, first, start, T, tile, PART)
-        late += _totals(ds, tile)
-        da += tl.dot(ds.to(keys.dtype), keys, input_precision="ieee")
-    return da, late
+def _over_columns(x, a, up, level, shift, T, tile: tl.constexpr, MADE: tl.constexpr):
+    """What all columns that R queries see add up to."""
+    bh, _, _, first, begin, whole, part, end = _queries(x.H, T, tile)
+    total = tl.zeros([tile.R], tl.float64 if tile.WIDE else tl.float32)
+    found = total, tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R, tile.D], tl.float32)
+    found = _add_columns_to_rows(x, a, up, level, shift, found, bh, first, whole, part, T, tile, tile.WIDE, MADE)
+    if tile.WINDOW > 0:
+        found = _add_columns_to_rows(x, a, up, level, shift, found, bh, first, begin, whole, T, tile, True, MADE)
+    return _add_columns_to_rows(x, a, up, level, shift, found, bh, first, part, end, T, tile, True, MADE)
 
 
 @triton.jit(do_not_specialize=["T"])
-def attention_rows(x, dy, lse, delta, dq, dc, T, tile: tl.constexpr):
-    """The gradients of R queries, and the rows' part of the gradient of c. delta: [B, H, T]."""
-    bh, b, h, first, begin, whole, part, end = _queries(x.H, T, tile)
+def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, tile: tl.constexpr):
+    """The gradients of R queries, the rows' part of the gradient of c, and marks for attention_columns.
+
+    delta is what a row's ds = w (⟨dy, v⟩ - delta) add up to dlse with. ⟨dy, y⟩ - dlse is inexact because y was rounded;
+    where one weight is nearly 1 its error exceeds all of ds. With consistent ds the contributions of rows and keys to
+    the gradient of an angle or decay cancel as they should. The error is known once all ds are summed. It is then taken
+    from the gradient times the mean of the keys, or, if TWICE, from ds before the gradient is made.
+    """
+    bh, b, h, first, _, _, _, _ = _queries(x.H, T, tile)
     rows = first + tl.arange(0, tile.R)
     a, up = _reads(x, b, h, first, T, tile, True), _tile(dy, b, h, x.H, first, T, tile.R, tile.P, tile.E, True)
-    level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, _vector(delta, bh, rows, T)
-    da, own = tl.zeros([tile.R, tile.D], tl.float32), level - _own(x, bh, first, T, tile)
-    late = tl.zeros([tile.R], tl.float64 if tile.WIDE else tl.float32)
-    da, late = _add_rows(x, a, up, own, shift, da, late, b, h, bh, first, whole, part, T, tile, tile.WIDE)
-    if tile.WINDOW > 0:
-        da, late = _add_rows(x, a, up, level, shift, da, late, b, h, bh, first, begin, whole, T, tile, True)
-    da, late = _add_rows(x, a, up, level, shift, da, late, b, h, bh, first, part, end, T, tile, True)
+    own_y, late = _tile(y, b, h, x.H, first, T, tile.R, tile.P, tile.E, True), _vector(dlse, bh, rows, T)
+    level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, tl.sum(up.to(tl.float32) * own_y, 1) - late
+    own = level - _own(x, bh, first, T, tile)
+    if tile.TWICE:
+        total, _, _ = _over_columns(x, a, up, own, shift, T, tile, False)
+        shift += (total - late).to(tl.float32)
+        late, da, _ = _over_columns(x, a, up, own, shift, T, tile, True)
+    else:
+        total, da, mean = _over_columns(x, a, up, own, shift, T, tile, True)
+        shift += total - late
+        da -= (total - late)[:, None] * mean
     _store(dq, da * x.scale, b, h, x.H, first, T, tile.R, tile.N, tile.D)
+    marks += 2 * bh.to(tl.int64) * T + rows
+    tl.store(marks, shift, mask=rows < T)
     if tile.BIASED:
         tl.store(dc + bh.to(tl.int64) * T + rows, late, mask=rows < T)
+        level -= _vector(x.c, 3 * bh + 2, rows, T)
+    tl.store(marks + T, level, mask=rows < T)
 
 
 @triton.jit
-def _keys_gradient(x, keys, values, a, up, level, shift, bh, first, start, T, tile: tl.constexpr, PART: tl.constexpr):
+def _keys_gradient(
+    x, marks, keys, values, own, a, up, bh, first, start, T, tile: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
     """The weights of C keys from `first` on for R queries from `start` on and ds, both [C, R].
 
-    Made transposed, because what is to be multiplied again must not be a product that was transposed. Where all queries
-    see all keys, c of both is less c of the last key.
+    Made transposed, because what is to be multiplied again must not be a product that was transposed. c of both is less
+    c of the last key. own: that of the keys.
     """
     rows, columns = start + tl.arange(0, tile.R), first + tl.arange(0, tile.C)
-    s = tl.dot(keys, tl.trans(a), input_precision="ieee") * (x.scale * LOG2E)
     if PART:
-        if tile.BIASED:
-            s -= _difference(x.c, bh, columns, rows, T) * LOG2E
+        shift, level = _vector(marks, 2 * bh, rows, T), _vector(marks, 2 * bh + 1, rows, T, float("inf"))
+    else:
+        marks += 2 * bh.to(tl.int64) * T + rows
+        shift, level = tl.load(marks), tl.load(marks + T)
+    if tile.BIASED:
+        level -= _between(x.c + (3 * bh).to(tl.int64) * T, start, tl.minimum(first + tile.C, T) - 1, T)
+    s = tl.dot(keys, tl.trans(a), input_precision="ieee") * (x.scale * LOG2E)
+    if tile.BIASED:
+        s -= own[:, None]
+    s -= level[None]
+    if PART:
         age = rows[None] - columns[:, None]
-        seen = (age >= 0) & (rows < T)[None] & (columns < T)[:, None]
+        seen = (age >= 0) & (columns < T)[:, None]
         if tile.WINDOW > 0:
             seen = seen & (age < tile.WINDOW)
-        s = tl.where(seen, s - level[None], float("-inf"))
-    else:
-        if tile.BIASED:
-            last = tl.minimum(first + tile.C, T) - 1
-            s -= _since(x.c, bh, columns, last, T)[:, None]
-            level -= _since(x.c, bh, rows, last, T)
-        s -= level[None]
+        s = tl.where(seen, s, float("-inf"))
     w = tl.exp2(s)
     return w, w * (tl.dot(values, tl.trans(up), input_precision="ieee") - shift[None])
 
 
 @triton.jit
-def _add_columns(
-    x, dy, lse, delta, keys, values, da, db, early, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr
+def _add_rows_to_columns(
+    x, dy, lse, marks, keys, values, own, found, bh, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """da, db and early with what rows begin to end add."""
-    bh = tl.program_id(0)
+    """found: the gradients of keys, of values and of their c, with what rows begin to end add."""
     b, h = bh // x.H, bh % x.H
+    da, db, early = found
     for start in range(begin, end, tile.R):
-        rows = start + tl.arange(0, tile.R)
         a = _reads(x, b, h, start, T, tile, PART)
         up = _tile(dy, b, h, x.H, start, T, tile.R, tile.P, tile.E, PART)
-        level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, _vector(delta, bh, rows, T)
         if tile.WIDE:
+            rows = start + tl.arange(0, tile.R)
+            level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, _vector(marks, 2 * bh, rows, T)
             _, w, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, start, first, T, tile, True)
             w, ds = tl.trans(w), tl.trans(ds)
         else:
-            w, ds = _keys_gradient(x, keys, values, a, up, level, shift, bh, first, start, T, tile, PART)
+            w, ds = _keys_gradient(x, marks, keys, values, own, a, up, bh, first, start, T, tile, PART)
         db += tl.dot(w.to(up.dtype), up, input_precision="ieee")
         early += _totals(ds, tile)
         da += tl.dot(ds.to(a.dtype), a, input_precision="ieee")
@@ -311,27 +352,33 @@ def _add_columns(
 
 
 @triton.jit(do_not_specialize=["T"])
-def attention_columns(x, dy, lse, delta, dk, dv, dc, T, tile: tl.constexpr):
+def attention_columns(x, dy, lse, marks, dk, dv, dc, T, tile: tl.constexpr):
     """The gradients of C keys and values for each head of q, and the columns' part of the gradient of c.
 
     Scores of half precision are made transposed; those of float32 as attention_rows makes them, so that both sum the
     same bits into the gradient of c.
     """
-    first, bh = tl.program_id(1) * tile.C, tl.program_id(0)
+    bh, block = _place(T, tile.C)
+    first = block * tile.C
     b, h = bh // x.H, bh % x.H
     columns = first + tl.arange(0, tile.C)
     keys, values = _keys(x, b, h, first, T, tile, True), _values(x, b, h, first, T, tile, True)
-    da, db = tl.zeros([tile.C, tile.D], tl.float32), tl.zeros([tile.C, tile.E], tl.float32)
     early = tl.zeros([tile.C], tl.float64 if tile.WIDE else tl.float32)
+    found = tl.zeros([tile.C, tile.D], tl.float32), tl.zeros([tile.C, tile.E], tl.float32), early
+    own = tl.zeros([tile.C], tl.float32)
+    if tile.BIASED and not tile.WIDE:
+        own = _since(x.c, bh, columns, tl.minimum(first + tile.C, T) - 1, T)
     begin, end, whole = first // tile.R * tile.R, T, T // tile.R * tile.R
     if tile.WINDOW > 0:
         end = tl.minimum(T, first + tile.C + tile.WINDOW - 1)
         whole = tl.minimum(whole, (first + tile.WINDOW) // tile.R * tile.R)
     part = tl.minimum(tl.cdiv(first + tile.C, tile.R) * tile.R, end)
     whole = tl.maximum(whole, part)
-    da, db, early = _add_columns(x, dy, lse, delta, keys, values, da, db, early, first, begin, part, T, tile, True)
-    da, db, early = _add_columns(x, dy, lse, delta, keys, values, da, db, early, first, part, whole, T, tile, False)
-    da, db, early = _add_columns(x, dy, lse, delta, keys, values, da, db, early, first, whole, end, T, tile, True)
+    found = _add_rows_to_columns(x, dy, lse, marks, keys, values, own, found, bh, first, begin, part, T, tile, True)
+    found = _add_rows_to_columns(x, dy, lse, marks, keys, values, own, found, bh, first, part, whole, T, tile, False)
+    da, db, early = _add_rows_to_columns(
+        x, dy, lse, marks, keys, values, own, found, bh, first, whole, end, T, tile, True
+    )
     _store(dk, da * x.scale, b, h, x.H, first, T, tile.C, tile.N, tile.D)
     _store(dv, db, b, h, x.H, first, T, tile.C, tile.P, tile.E)
     if tile.BIASED:

@@ -12,23 +12,20 @@ from dsf.kernels.triton.attention.kernel import (
     Attended,
     Tiles,
     attention_columns,
-    attention_deltas,
     attention_forward,
     attention_rows,
 )
 from dsf.kernels.triton.attention.sums import attention_sums, attention_sums_gradient
-from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import LIBRARY, operator
 from dsf.kernels.triton.sizes import padded
 
 WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which have them"
-
-
 PASSES = "forward", "rows", "columns"
 
 
 def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
-    """Rows and columns of a tile, warps and stages of one of PASSES; deltas are of the rows.
+    """Rows and columns of a tile, warps and stages of one of PASSES.
 
     float32 products are not on tensor cores and need small tiles.
     """
@@ -38,9 +35,9 @@ def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
     elif most > 128:
         found = (32 if backward else 64), 32, 4, 2
     elif most > 64:
-        found = {"forward": (128, 32, 4, 3), "rows": (64, 64, 4, 2), "columns": (64, 128, 8, 2)}[of]
+        found = {"forward": (128, 64, 8, 3), "rows": (64, 64, 4, 2), "columns": (32, 64, 4, 2)}[of]
     else:
-        found = (64 if backward else 128), 64, 4, 2
+        found = {"forward": (64, 64, 4, 3), "rows": (128, 32, 4, 3), "columns": (64, 64, 4, 2)}[of]
     return dict(zip(("R", "C", "num_warps", "num_stages"), found, strict=True))
 
 
@@ -49,22 +46,26 @@ def _given(
 ) -> tuple[Attended, list[dict[str, Any]]]:
     """The kernels' common arguments, and the compile-time options of each pass. c: not read if not biased.
 
-    q and k are rounded to the dtype of v here, not in every program.
+    q and k are rounded to the dtype of v here, not in every program. They are float32 where they were turned: what the
+    gradient of an angle takes from rows and from columns cancels if both round the same numbers.
     """
-    (heads, n), p = q.shape[2:], v.shape[3]
+    n, p = q.shape[3], v.shape[3]
+    wide = v.dtype == torch.float32
+    twice = wide or q.dtype != v.dtype
     q, k = q.to(v.dtype), k.to(v.dtype)
-    x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), c, scale, heads, k.shape[2], v.shape[2])
+    counts = (constant(y.shape[2]) for y in (q, k, v))  # so that addresses of a tile's rows need no registers
+    x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), c, scale, *counts)
     found: list[dict[str, Any]] = []
     for of in passes:
         how = tiles(n, p, v.dtype, of)
         sizes = how.pop("R"), how.pop("C"), n, p, padded(n), padded(p)
-        found.append({**how, "tile": Tiles(window, biased, v.dtype == torch.float32, *sizes)})
+        found.append({**how, "tile": Tiles(window, biased, wide, twice and of != "forward", *sizes)})
     return x, found
 
 
-def _programs(q: Tensor, size: int) -> tuple[int, int]:
+def _programs(q: Tensor, size: int) -> tuple[int]:
     """The grid of programs for `size` tokens of a head each."""
-    return q.shape[0] * q.shape[2], -(-q.shape[1] // size)
+    return (-(-q.shape[1] // size) * q.shape[0] * q.shape[2],)
 
 
 def _forward(
@@ -74,13 +75,13 @@ def _forward(
 
     q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. log: [B, H, T], log decays, or None: the
     sum of those after a key up to the query is added to their score. scale: of scores. window: how many tokens a query
-    sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores. c: [B, H, 2, T] float32,
-    the running sums of log in two parts; without log [B, H, 0, T].
+    sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores. c: [B, H, 3, T] float32,
+    the running sums of log in parts; without log [B, H, 0, T].
     """
     batch, tokens, heads, _ = q.shape
     y = v.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
-    c = q.new_empty(batch, heads, 0 if log is None else 2, tokens, dtype=torch.float32)
+    c = q.new_empty(batch, heads, 0 if log is None else 3, tokens, dtype=torch.float32)
     if log is not None:
         along, every = log.stride()[:2], log.stride(2)
         launch(attention_sums, (batch * heads,), log, c, tokens, heads, *along, every, num_warps=4)
@@ -99,7 +100,7 @@ def _adjoint(
     """
     batch, tokens, heads, _ = q.shape
     biased = c.shape[2] > 0
-    delta = torch.empty_like(lse)
+    marks = lse.new_empty(batch, heads, 2, tokens)
     alone = k.shape[2] == heads == v.shape[2]  # else one gradient for each head, to be summed in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
@@ -107,9 +108,8 @@ def _adjoint(
     x, (by_rows, by_columns) = _given(q, k, v, c if biased else lse, scale, window, biased, *PASSES[1:])
     rows, columns = _programs(q, int(by_rows["tile"].R)), _programs(q, int(by_columns["tile"].C))
     dy = dy.contiguous()
-    launch(attention_deltas, rows, x, dy, y, lse, dlse.float().contiguous(), delta, tokens, **by_rows)
-    launch(attention_rows, rows, x, dy, lse, delta, dq, dc, tokens, **by_rows)
-    launch(attention_columns, columns, x, dy, lse, delta, dk, dv, dc, tokens, **by_columns)
+    launch(attention_rows, rows, x, dy, y, lse, dlse.float().contiguous(), marks, dq, dc, tokens, **by_rows)
+    launch(attention_columns, columns, x, dy, lse, marks, dk, dv, dc, tokens, **by_columns)
     if not alone:
         dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
     if not biased:

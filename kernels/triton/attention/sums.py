@@ -9,23 +9,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
 SIZE = tl.constexpr(1024)  # tokens at a time
+NEAR = tl.constexpr(128)  # tokens whose sums are also kept less that of the first one; tiles of attention divide it
 
 
 @triton.jit(do_not_specialize=["T", "batch", "head", "token"])
 def attention_sums(log, c, T, H, batch, head, token):
-    """c [B, H, 2, T]: the sums of log [B, H, T] up to every token in two float32 parts. batch, head, token: strides."""
+    """c [B, H, 3, T] of log [B, H, T]: the sums up to every token in two float32 parts, and less that of the first of
+    NEAR tokens, in the units of exponents of 2. batch, head, token: strides of log."""
     bh = tl.program_id(0).to(tl.int64)
     log += bh // H * batch + bh % H * head
-    high, low = c + 2 * bh * T, c + (2 * bh + 1) * T
+    c += 3 * bh * T
     total = tl.zeros([1], tl.float64)
     for start in range(0, T, SIZE):
         at = start + tl.arange(0, SIZE)
         x = tl.load(log + at.to(tl.int64) * token, mask=at < T, other=0.0).to(tl.float64)
         sums = total + tl.cumsum(x, 0)
         first = sums.to(tl.float32)
-        tl.store(high + at, first, mask=at < T)
-        tl.store(low + at, (sums - first.to(tl.float64)).to(tl.float32), mask=at < T)
+        tl.store(c + at, first, mask=at < T)
+        tl.store(c + T + at, (sums - first.to(tl.float64)).to(tl.float32), mask=at < T)
+        near = tl.reshape(sums, [SIZE // NEAR, NEAR])
+        near -= tl.sum(tl.where(tl.arange(0, NEAR)[None] == 0, near, 0.0), 1)[:, None]
+        tl.store(c + 2 * T + at, (tl.reshape(near, [SIZE]) * LOG2E).to(tl.float32), mask=at < T)
         total += tl.sum(x, 0)
 
 
