@@ -11,6 +11,7 @@ from dsf.fuzz import Case
 from dsf.fuzz.inputs import numbers
 from dsf.kernels.attention import KVCache
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
+from dsf.kernels.entropy import row_entropies
 from dsf.kernels.fixed_cache import attend, fixed, write
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
 from dsf.kernels.mixture import token_mixtures
@@ -92,6 +93,15 @@ def mixtures(x, other, share):
     three = token_mixtures(x, other, [share, share * share, 0.5 * share], **how)
     found = {"one": token_mixtures(x, other, [share], **how)[0], **{f"{i} of three": y for i, y in enumerate(three)}}
     return found | {"with more": token_mixtures(x, other, [share], x[None], **how)[0]}
+
+
+@torch.no_grad()
+def entropies(logits):
+    """Cross entropy of rows of logits, a row without a target among them, and their gradient."""
+    targets = torch.arange(len(logits), device=logits.device) % logits.shape[1]
+    targets[1] = -100
+    own, slope = row_entropies(logits.clone(), targets, logits.new_ones(()), backend=backend(logits))
+    return {"own": own, "slope": slope}
 
 
 def readouts(y, r, k, weight):
@@ -225,6 +235,7 @@ LAYERS = {
     "attention-tokens": shaped(attention_tokens, (2, 4, 2, 24), *[(2, 2, 2, 24)] * 2, (2, 2, 40, 24), (2, 4, 1)),
     "layer-rotary": shaped(turned, (2, 37, 3, 40), (2, 37, 1, 40)),
     "layer-mixture": shaped(mixtures, (2, 37, 40), (2, 37, 40), (40,)),
+    "layer-entropies": shaped(entropies, (7, 131)),
     "layer-readout": shaped(readouts, *[(2, 37, 3, 40)] * 3, (3, 40)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),
     "time-invariant": recurrences(by_fft, SYSTEM, "s4d", "s4d_real", "h3"),

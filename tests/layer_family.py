@@ -6,6 +6,7 @@ import torch
 
 from dsf.call import tokenwise
 from dsf.kernels.convolution import Fused, Piece, short_convolution, short_convolution_step
+from dsf.kernels.entropy import row_entropies
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.product import by_blocks, linear
@@ -92,6 +93,13 @@ def mixing():
     x, other, shares = tensor(2, 2048, 256), tensor(2, 2048, 256), [tensor(256) for _ in range(6)]
     for more in (None, tensor(6, 2, 2048, 256)):
         pull(token_mixtures(x, other, shares, more, "triton"), [x, other, *shares])
+
+
+def entropies():
+    """With the logits' gradient and without."""
+    targets, divisor = torch.empty(64, dtype=torch.long, device="meta"), torch.empty((), device="meta")
+    for gradient in (True, False):
+        row_entropies(tensor(64, 320).detach(), targets, divisor, gradient=gradient, backend="triton")
 
 
 def readouts():

@@ -27,6 +27,7 @@ from layer_family import (
     convolution_over_ranks,
     convolution_step,
     early,
+    entropies,
     mixing,
     norms,
     products,
@@ -313,6 +314,7 @@ FAMILIES = {
             "convolution, packed": partial(convolution, torch.empty(4, dtype=torch.int32, device="meta")),
             "convolution, a token": convolution_step,
             "convolution, ranks": convolution_over_ranks,
+            "entropies": entropies,
             "fourier": fourier,
             "fourier, filters": filters,
             "impulse responses": impulses,
@@ -334,8 +336,8 @@ FAMILIES = {
         (
             "attention.kernel", "attention.step", "attention.sums", "double", "early", "fourier.holes",
             "fourier.numbers", "fourier.rows", "fourier.spectra", "fourier.states", "impulse", "launcher",
-            "layer.convolution", "layer.convolution_gradient", "layer.depthwise", "layer.mixture", "layer.norm",
-            "layer.product", "layer.rotary", "layer.windows", "ranks",
+            "layer.convolution", "layer.convolution_gradient", "layer.depthwise", "layer.entropy", "layer.mixture",
+            "layer.norm", "layer.product", "layer.rotary", "layer.windows", "ranks",
         ),
     ),
 }  # fmt: skip

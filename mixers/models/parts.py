@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Packing
+from dsf.kernels.entropy import row_entropies
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.operators import refuse_second_order
 from dsf.mixers._beside import hooked, lay, outputs, parts_of, weight_for, whole_of
@@ -196,7 +197,7 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         needed = ctx.needs_input_grad
-        counted = (targets != IGNORED).sum().clamp(min=1)
+        counted = (targets != IGNORED).sum().clamp(min=1).float()
         total = torch.zeros((), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
         d_hidden = torch.empty_like(hidden) if needed[0] else None
         d_weight = torch.zeros(weight.shape, device=weight.device, dtype=total.dtype) if needed[1] else None
@@ -204,18 +205,11 @@ class _Pieces(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], rows):
                 part, target = hidden[begin : begin + rows], targets[begin : begin + rows]
-                logs = (part @ weight.T).log_softmax(-1, dtype=total.dtype)
-                shown = (target != IGNORED).unsqueeze(1)
-                place = target.clamp(min=0).unsqueeze(1)
-                total -= (logs.gather(1, place) * shown).sum()
-                if d_hidden is None and d_weight is None:
-                    continue
-                slope = logs.exp_().scatter_add_(1, place, -torch.ones_like(place, dtype=logs.dtype))
-                share, lower = shown.to(slope.dtype) / counted, torch.empty_like(slope, dtype=hidden.dtype)
-                slope = torch.mul(slope, share, out=lower)  # rounded as it is written
-                if d_hidden is not None:
+                own, slope = row_entropies(part @ weight.T, target, counted, IGNORED, any(needed[:2]))
+                total += own.sum()
+                if slope is not None and d_hidden is not None:
                     torch.matmul(slope, weight, out=d_hidden[begin : begin + rows])
-                if d_weight is not None:
+                if slope is not None and d_weight is not None:
                     d_weight += slope.T @ part
         kept = (d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         ctx.save_for_backward(*kept)

@@ -1,0 +1,39 @@
+"""Cross entropy of rows of logits with its gradient: one program a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-1e30)  # of a maximum, so that logits of minus infinity have a probability of 0
+
+
+@triton.jit
+def entropy_rows(logits, targets, divisor, own, slopes, V, IGNORED: tl.constexpr, SIZE: tl.constexpr):
+    """own [R]: log of the sum of exponentials of a row less its target's logit; slopes [R, V] or None: (softmax - 1 at
+    the target) / divisor, in which each number is rounded once. Both are 0 where the target is IGNORED.
+
+    logits: [R, V], contiguous; targets: [R]; divisor: its address. A lane keeps the maximum and the sum of what it
+    sees. Grid (R).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at, target = tl.arange(0, SIZE), tl.load(targets + row)
+    logits += row * V
+    top, total = tl.full([SIZE], LEAST, tl.float32), tl.zeros([SIZE], tl.float32)
+    for start in range(0, V, SIZE):
+        x = tl.load(logits + start + at, mask=start + at < V, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(top, x)
+        total = total * tl.exp(top - new) + tl.exp(x - new)
+        top = new
+    most = tl.max(top, 0)
+    whole = most + tl.log(tl.sum(total * tl.exp(top - most), 0))
+    shown, known = target != IGNORED, (target >= 0) & (target < V)
+    there = tl.load(logits + target, mask=shown & known, other=float("nan")).to(tl.float32)
+    tl.store(own + row, tl.where(shown, whole - there, 0.0))
+    if slopes is not None:
+        share = tl.where(shown, 1.0 / tl.load(divisor).to(tl.float32), 0.0)
+        slopes += row * V
+        for start in range(0, V, SIZE):
+            x = tl.load(logits + start + at, mask=start + at < V, other=0.0).to(tl.float32)
+            slope = (tl.exp(x - whole) - tl.where(start + at == target, 1.0, 0.0)) * share
+            tl.store(slopes + start + at, tl.where(shown, slope, 0.0).to(slopes.dtype.element_ty), mask=start + at < V)

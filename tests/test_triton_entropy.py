@@ -1,0 +1,93 @@
+"""Cross entropy of rows of logits in Triton's interpreter, against its definition in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import interpreted
+
+from dsf.kernels.entropy import row_entropies
+from dsf.kernels.triton.layer import entropy_ops
+from dsf.mixers.models import parts
+from dsf.mixers.models.parts import IGNORED, linear_cross_entropy
+
+pytestmark = interpreted
+
+
+@pytest.mark.parametrize("words", [1, 31, 150, 64])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_entropies_and_their_gradient(words, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(entropy_ops, "SIZE", 32)
+    logits = (8 * torch.randn(9, words)).to(dtype)
+    targets, divisor = torch.randint(0, words, (9,)), torch.tensor(7.0)
+    targets[3] = IGNORED
+    logits[5, : words // 2] = -torch.inf  # what a model must not say
+    targets[5] = words - 1
+    wide = logits.double().requires_grad_()
+    exact = F.cross_entropy(wide, targets, reduction="none")
+    (slope,) = torch.autograd.grad(exact.sum() / 7, wide)
+    for _ in range(3):
+        own, found = row_entropies(logits.clone(), targets, divisor, IGNORED, backend="triton")
+        assert own.dtype == torch.float32 and found.dtype == dtype
+        torch.testing.assert_close(own.double(), exact.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.double(), slope, rtol=tolerance, atol=2e-7)
+        assert found[3].eq(0).all() and own[3] == 0
+    alone, nothing = row_entropies(logits.clone(), targets, divisor, IGNORED, gradient=False, backend="triton")
+    assert nothing is None and torch.equal(alone, own)
+
+
+def test_a_certain_word_keeps_the_digits_of_its_gradient():
+    """softmax - 1 at the target is not made of a rounded softmax."""
+    logits, targets = torch.zeros(1, 40).bfloat16(), torch.tensor([3])
+    logits[0, 3] = 14.0
+    wide = logits.double().requires_grad_()
+    (exact,) = torch.autograd.grad(F.cross_entropy(wide, targets), wide)
+    found = row_entropies(logits, targets, torch.tensor(1.0), backend="triton")[1]
+    assert abs(exact[0, 3]) < 1e-4
+    torch.testing.assert_close(found.double(), exact, rtol=5e-3, atol=0.0)
+
+
+def test_a_target_that_is_no_word_shows():
+    own = row_entropies(torch.zeros(3, 5), torch.tensor([1, 5, -7]), torch.tensor(1.0), backend="triton")[0]
+    assert own.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_loss_in_pieces_by_the_kernel(frozen, monkeypatch):
+    calls = []
+
+    def taken(*given):
+        calls.append(given)
+        return row_entropies(*given, backend="triton")
+
+    monkeypatch.setattr(parts, "row_entropies", taken)
+    monkeypatch.setattr(parts, "PIECE", 31 * 4 * 3)
+    hidden, weight, targets = torch.randn(2, 7, 16), torch.randn(31, 16), torch.randint(0, 31, (2, 7))
+    targets[0, 2:4] = IGNORED
+    found = []
+    for wide in (False, True):
+        leaves = [
+            (x.double() if wide else x.clone()).requires_grad_(not (frozen and x is weight)) for x in (hidden, weight)
+        ]
+        if wide:
+            loss = F.cross_entropy((leaves[0] @ leaves[1].T).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        else:
+            loss = linear_cross_entropy(*leaves, targets)
+        found.append([loss, *torch.autograd.grad(3 * loss, [x for x in leaves if x.requires_grad])])
+    assert len(calls) == 5
+    for mine, exact in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ((torch.zeros(2, 3), torch.zeros(3).long(), torch.ones(())), "sizes do not fit"),
+        ((torch.zeros(2, 3), torch.zeros(2).long(), torch.ones(1)), "sizes do not fit"),
+        ((torch.zeros(2, 3).double(), torch.zeros(2).long(), torch.ones(())), "float32, bfloat16 or float16"),
+    ],
+)  # fmt: skip
+def test_bad_input(given, error):
+    with pytest.raises(ValueError, match=error):
+        row_entropies(*given, backend="triton")
+    with pytest.raises(ValueError, match="there are 'auto'"):
+        row_entropies(*given[:1], torch.zeros(2).long(), torch.ones(()), backend="cuda")
