@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import dsf
-from dsf import Key, N, Scalar, System, Value, exp_features, sigmoid
+from dsf import Expr, Key, N, Scalar, System, Value, exp_features, sigmoid
 from dsf.mixers._beside import product_of
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
@@ -28,6 +28,12 @@ def fox(q: Key, k: Key, v: Value, f: Scalar) -> System:
     Objective: Nadaraya-Watson regression, min over y of sum_j (prod_{j < l <= i} f_l) exp(q'k_j / sqrt N) |v_j - y|^2.
     """
     return System(A=sigmoid(f), B=exp_features(k) * v, C=exp_features(q * N**-0.5), normalize=dsf.ratio)
+
+
+@dsf.tokenwise(by_torch=lambda now, before, share: torch.lerp(now, before, share.to(now.dtype).unsqueeze(-1)))
+def mixed(now: Key, before: Key, share: Scalar) -> Expr:
+    """A head's numbers and those of the token before, of which it gets a share."""
+    return now + (before - now) * share
 
 
 def _as_torch(rows: int, columns: int) -> Tensor:
@@ -100,9 +106,8 @@ class ForgettingAttention(Mixer):
         (kv, *given), (_, n, _) = side, self.dims
         x, q = given[0], self.made(given, "q_proj")
         if self.shift_proj is not None and self.q_norm is not None and self.k_norm is not None:
-            share = self.made(given, "shift_proj").unsqueeze(-1)
-            kv = torch.lerp(kv.unflatten(-1, (-1, n)), u.unflatten(-1, (-1, n)), share).flatten(2)
-            k, v = kv.chunk(2, dim=-1)
+            heads = kv.unflatten(-1, (-1, n)), u.unflatten(-1, (-1, n))
+            k, v = mixed(*heads, self.made(given, "shift_proj")).flatten(2).chunk(2, dim=-1)
             q, k = self.q_norm(q), self.k_norm(k)
         else:
             k, v = kv.chunk(2, dim=-1)

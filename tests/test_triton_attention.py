@@ -196,3 +196,23 @@ def test_decays_that_forget_nearly_all_keep_gradients():
     for got, exact in zip(found["triton"], found["torch"], strict=True):
         got, exact = got.detach().double(), exact.detach()
         torch.testing.assert_close(got, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("T", [1, 45])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_inputs_are_read_as_they_lie(T, batch):
+    """Values that are half of a projection, queries with their heads before their tokens, keys of every other token."""
+    half = torch.randn(batch, T, 2 * 3 * 16).chunk(2, -1)[1].unflatten(-1, (3, 16))
+    x = {"q": torch.randn(batch, 3, T, 16).transpose(1, 2), "k": torch.randn(batch, 2 * T, 3, 16)[:, ::2], "v": half}
+    x["f"] = torch.randn(batch, T, 3)
+    found = {}
+    for name, given in (
+        ("as they lie", x),
+        ("copied", {n: z.clone(memory_format=torch.contiguous_format) for n, z in x.items()}),
+    ):
+        leaves = {n: z.detach().requires_grad_() for n, z in given.items()}
+        y = forgetting(**leaves, backend="triton")
+        found[name] = [y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))]
+    assert all(map(torch.equal, *found.values()))
+    exact = forgetting(**{n: z.double() for n, z in x.items()})
+    torch.testing.assert_close(found["copied"][0].double(), exact, rtol=2e-5, atol=2e-6)

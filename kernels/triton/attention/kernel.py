@@ -1,6 +1,7 @@
 """Attention and its two gradient kernels: one by queries, one by keys.
 
-q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, y as q with P.
+q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, heads side by side and tokens a constant apart, also
+from one sequence to the next (v may be half of a projection); y contiguous, as q with P.
 c: [B, H, 3, T] float32, running sums of log decays (dsf.kernels.triton.attention.sums); scores get the differences of
 the first two parts, so that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's
 weights. marks: [B, H, 2, T], of a query delta (see attention_rows) and log2 of that sum, less the third part of c.
@@ -22,7 +23,7 @@ LEAST = tl.constexpr(-1e30)  # of a row's maximum, so that what is not seen has 
 
 
 class Attended(NamedTuple):
-    """q, k, v, c and the scale of scores; the numbers of heads of q, k and v."""
+    """q, k, v, c and the scale of scores; of q, k and v the numbers of heads and the strides of tokens."""
 
     q: Any
     k: Any
@@ -32,6 +33,9 @@ class Attended(NamedTuple):
     H: Any
     HK: Any
     HV: Any
+    q_step: Any
+    k_step: Any
+    v_step: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,10 +60,11 @@ class Tiles(Config):
 
 
 @triton.jit
-def _tile(x, b, h, H, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr):
-    """SIZE rows of one head of x [B, T, H, WIDTH] from `first` on, zeros beyond its width and, of a PART, beyond T."""
+def _tile(x, b, h, STEP, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr):
+    """SIZE rows of head h of x [B, T, ·, WIDTH] from `first` on, zeros beyond its width and, of a PART, beyond T. STEP:
+    the stride of tokens."""
     at, d = tl.arange(0, SIZE), tl.arange(0, D)
-    place = x + ((b.to(tl.int64) * T + first) * H + h) * WIDTH + at[:, None] * (H * WIDTH) + d[None]
+    place = x + (b.to(tl.int64) * T + first) * STEP + h * WIDTH + at[:, None] * STEP + d[None]
     if PART:
         return tl.load(place, mask=(first + at < T)[:, None] & (d < WIDTH)[None], other=0.0)
     if WIDTH < D:
@@ -68,9 +73,9 @@ def _tile(x, b, h, H, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def _store(x, value, b, h, H, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+def _store(x, value, b, h, STEP, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     at, d = tl.arange(0, SIZE), tl.arange(0, D)
-    place = x + ((b.to(tl.int64) * T + first) * H + h) * WIDTH + at[:, None] * (H * WIDTH) + d[None]
+    place = x + (b.to(tl.int64) * T + first) * STEP + h * WIDTH + at[:, None] * STEP + d[None]
     tl.store(place, value.to(x.dtype.element_ty), mask=(first + at < T)[:, None] & (d < WIDTH)[None])
 
 
@@ -146,17 +151,17 @@ def _queries(H, T, tile: tl.constexpr):
 
 @triton.jit
 def _reads(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
-    return _tile(x.q, b, h, x.H, first, T, tile.R, tile.N, tile.D, PART)
+    return _tile(x.q, b, h, x.q_step, first, T, tile.R, tile.N, tile.D, PART)
 
 
 @triton.jit
 def _keys(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
-    return _tile(x.k, b, h // (x.H // x.HK), x.HK, first, T, tile.C, tile.N, tile.D, PART)
+    return _tile(x.k, b, h // (x.H // x.HK), x.k_step, first, T, tile.C, tile.N, tile.D, PART)
 
 
 @triton.jit
 def _values(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
-    return _tile(x.v, b, h // (x.H // x.HV), x.HV, first, T, tile.C, tile.P, tile.E, PART)
+    return _tile(x.v, b, h // (x.H // x.HV), x.v_step, first, T, tile.C, tile.P, tile.E, PART)
 
 
 @triton.jit
@@ -213,7 +218,7 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
         top, total, out = _attend(x, a, top, total, out, b, h, bh, first, begin, whole, T, tile, True)
     top, total, out = _attend(x, a, top, total, out, b, h, bh, first, part, end, T, tile, True)
     top, total = top + _own(x, bh, first, T, tile), tl.where(total > 0, total, 1.0)
-    _store(y, out / total[:, None], b, h, x.H, first, T, tile.R, tile.P, tile.E)
+    _store(y, out / total[:, None], b, h, x.H * tile.P, first, T, tile.R, tile.P, tile.E)
     rows = first + tl.arange(0, tile.R)
     tl.store(lse + bh.to(tl.int64) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
 
@@ -276,8 +281,8 @@ def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, tile: tl.constexpr):
     """
     bh, b, h, first, _, _, _, _ = _queries(x.H, T, tile)
     rows = first + tl.arange(0, tile.R)
-    a, up = _reads(x, b, h, first, T, tile, True), _tile(dy, b, h, x.H, first, T, tile.R, tile.P, tile.E, True)
-    own_y, late = _tile(y, b, h, x.H, first, T, tile.R, tile.P, tile.E, True), _vector(dlse, bh, rows, T)
+    a, up = _reads(x, b, h, first, T, tile, True), _tile(dy, b, h, x.H * tile.P, first, T, tile.R, tile.P, tile.E, True)
+    own_y, late = _tile(y, b, h, x.H * tile.P, first, T, tile.R, tile.P, tile.E, True), _vector(dlse, bh, rows, T)
     level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, tl.sum(up.to(tl.float32) * own_y, 1) - late
     own = level - _own(x, bh, first, T, tile)
     if tile.TWICE:
@@ -288,7 +293,7 @@ def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, tile: tl.constexpr):
         total, da, mean = _over_columns(x, a, up, own, shift, T, tile, True)
         shift += total - late
         da -= (total - late)[:, None] * mean
-    _store(dq, da * x.scale, b, h, x.H, first, T, tile.R, tile.N, tile.D)
+    _store(dq, da * x.scale, b, h, x.H * tile.N, first, T, tile.R, tile.N, tile.D)
     marks += 2 * bh.to(tl.int64) * T + rows
     tl.store(marks, shift, mask=rows < T)
     if tile.BIASED:
@@ -337,7 +342,7 @@ def _add_rows_to_columns(
     da, db, early = found
     for start in range(begin, end, tile.R):
         a = _reads(x, b, h, start, T, tile, PART)
-        up = _tile(dy, b, h, x.H, start, T, tile.R, tile.P, tile.E, PART)
+        up = _tile(dy, b, h, x.H * tile.P, start, T, tile.R, tile.P, tile.E, PART)
         if tile.WIDE:
             rows = start + tl.arange(0, tile.R)
             level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, _vector(marks, 2 * bh, rows, T)
@@ -379,8 +384,8 @@ def attention_columns(x, dy, lse, marks, dk, dv, dc, T, tile: tl.constexpr):
     da, db, early = _add_rows_to_columns(
         x, dy, lse, marks, keys, values, own, found, bh, first, whole, end, T, tile, True
     )
-    _store(dk, da * x.scale, b, h, x.H, first, T, tile.C, tile.N, tile.D)
-    _store(dv, db, b, h, x.H, first, T, tile.C, tile.P, tile.E)
+    _store(dk, da * x.scale, b, h, x.H * tile.N, first, T, tile.C, tile.N, tile.D)
+    _store(dv, db, b, h, x.H * tile.P, first, T, tile.C, tile.P, tile.E)
     if tile.BIASED:
         place = dc + bh.to(tl.int64) * T + columns
         late = tl.load(place, mask=columns < T, other=0.0)

@@ -41,6 +41,15 @@ def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
     return dict(zip(("R", "C", "num_warps", "num_stages"), found, strict=True))
 
 
+def _laid(x: Tensor) -> tuple[Tensor, int]:
+    """(x [B, T, H, ·], or a copy where the kernels cannot read it as it lies; the stride of its tokens)."""
+    batch, step, head, entry = x.stride()
+    beside = entry == 1 and (head == x.shape[3] or x.shape[2] == 1)
+    if beside and (batch == x.shape[1] * step or x.shape[0] == 1):
+        return x, step
+    return x.contiguous(), x.shape[2] * x.shape[3]  # torch calls one token contiguous whatever its stride
+
+
 def _given(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor, scale: float, window: int, biased: bool, *passes: str
 ) -> tuple[Attended, list[dict[str, Any]]]:
@@ -52,9 +61,10 @@ def _given(
     n, p = q.shape[3], v.shape[3]
     wide = v.dtype == torch.float32
     twice = wide or q.dtype != v.dtype
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    counts = (constant(y.shape[2]) for y in (q, k, v))  # so that addresses of a tile's rows need no registers
-    x = Attended(q.contiguous(), k.contiguous(), v.contiguous(), c, scale, *counts)
+    (q, q_step), (k, k_step), (v, v_step) = map(_laid, (q.to(v.dtype), k.to(v.dtype), v))
+    # constants, so that addresses of a tile's rows need no registers
+    heads, shared, values = (constant(y.shape[2]) for y in (q, k, v))
+    x = Attended(q, k, v, c, scale, heads, shared, values, constant(q_step), constant(k_step), constant(v_step))
     found: list[dict[str, Any]] = []
     for of in passes:
         how = tiles(n, p, v.dtype, of)
