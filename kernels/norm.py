@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.kernels.convolution import KINDS, TRITON
-from dsf.kernels.product import few, older
+from dsf.kernels.product import few, linear, older
 
 LARGEST = 16384  # most numbers of a group in the GPU kernels
 ACTIVATIONS = ("silu", "sigmoid", "gelu")  # gelu: by tanh; the kernels know them by their places
@@ -85,7 +85,7 @@ def added_rms_norm(
         if then is not None and dtype == then.dtype and few(x, then):
             from dsf.kernels.triton.layer.product_ops import added_row_product
 
-            total, mapped = added_row_product(x, other, then, weight, eps, older(then))
+            total, mapped = added_row_product(x, other, then, None, weight, eps, older(then))
             return total, mapped.view(*x.shape[:-1], then.shape[0])
         from dsf.kernels.triton.layer.norm_ops import added_norm
 
@@ -93,6 +93,29 @@ def added_rms_norm(
         return total, _mapped(normal, then)
     total = x + other
     return total, gated_rms_norm(total, weight, eps=eps, backend="torch", dtype=dtype, then=then)
+
+
+def added_norm_and_maps(
+    x: Tensor, other: Tensor, weight: Tensor | None, matrix: Tensor, bias: Tensor | None = None,
+    sigmoid: tuple[int, int] = (0, 0), eps: float = 1e-5, backend: str = "auto", ahead: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x + other, the norm of that, what a linear map makes of the norm), for few tokens on a GPU by one launch.
+
+    The first two as by `added_rms_norm`, of the sum's type; matrix, bias, sigmoid, ahead: as for
+    `dsf.kernels.product.linear`.
+    """
+    chosen = _chosen(x, other, "silu", backend, x.shape[-1])
+    kind = torch.promote_types(x.dtype, other.dtype)
+    fits = kind == matrix.dtype and few(x, matrix) and (bias is None or bias.dtype == matrix.dtype)
+    if not (chosen and fits):
+        total, normal = added_rms_norm(x, other, weight, eps, backend)
+        return total, normal, linear(normal, matrix, backend, ahead, bias, sigmoid)
+    from dsf.kernels.triton.layer.product_ops import added_row_product
+
+    bias = None if bias is None else bias.contiguous()
+    early = ahead and older(matrix)
+    total, made, normal = added_row_product(x, other, matrix, bias, weight, eps, early, True, *sigmoid)
+    return total, normal, made.view(*x.shape[:-1], matrix.shape[0])
 
 
 def gated(

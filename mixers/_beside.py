@@ -9,10 +9,12 @@ So every weight has a storage of its own, in memory that all of them keep alive.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,32 +96,77 @@ def outputs(
     """The outputs of all maps of one token x [B, 1, D], by one product; None for other calls, and for weights that do
     not lie behind each other. ahead: the launch before does not write the weights. sigmoid: the map whose output
     passes one, or None."""
-    found = _whole(x, maps)
+    found = all_of(x, maps) if len(maps) > 1 else None
     if found is None:
         return None
-    place = next((i for i, m in enumerate(maps) if m is sigmoid), None)
-    if place is None or not multiplies(x, *found):
-        parts = parts_of(linear(x, found[0], ahead=ahead, bias=found[1]), maps)
-        return tuple(y.sigmoid() if i == place else y for i, y in enumerate(parts))
+    rows = rows_of(maps, sigmoid)
+    if multiplies(x, *found):
+        return parts_of(linear(x, found[0], ahead=ahead, bias=found[1], sigmoid=rows), maps)
+    parts = parts_of(linear(x, found[0], ahead=ahead, bias=found[1]), maps)
+    return tuple(y.sigmoid() if m is sigmoid else y for m, y in zip(maps, parts, strict=True))
+
+
+def rows_of(maps: Sequence[Any], module: Any) -> tuple[int, int]:
+    """The first output of a module among the maps' and the one after its last, (0, 0) for none of them."""
+    place = next((i for i, m in enumerate(maps) if m is module), None)
+    if place is None:
+        return 0, 0
     low = sum(m.weight.shape[0] for m in maps[:place])
-    rows = low, low + maps[place].weight.shape[0]
-    return parts_of(linear(x, found[0], ahead=ahead, bias=found[1], sigmoid=rows), maps)
+    return low, low + maps[place].weight.shape[0]
+
+
+class Made(NamedTuple):
+    """Maps of one input and their outputs."""
+
+    maps: Sequence[Any]
+    outputs: tuple[Tensor, ...]
+
+
+class _Handed(threading.local):
+    """What `handing` has for this thread."""
+
+    now: tuple[Tensor, Made] | None = None
+
+
+_handed = _Handed()
+
+
+@contextmanager
+def handing(x: Tensor, made: Made | None) -> Iterator[None]:
+    """Within it `handed` has what a launch before made of x."""
+    _handed.now = None if made is None else (x, made)
+    try:
+        yield
+    finally:
+        _handed.now = None
+
+
+def handed(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...] | None:
+    """The outputs of these maps of x, or of another view of its numbers, if they were handed on, else None."""
+    if torch.compiler.is_compiling() or _handed.now is None:
+        return None
+    given, made = _handed.now
+    same = len(made.maps) == len(maps) and all(a is b for a, b in zip(made.maps, maps, strict=True))
+    there = same and x.numel() == given.numel() and x.dtype == given.dtype and x.data_ptr() == given.data_ptr()
+    return made.outputs if there else None
 
 
 def whole_of(x: Tensor, maps: Sequence[Any]) -> Tensor | None:
     """The matrix of all maps of one token x [B, 1, D], or None as for `outputs` and for maps with biases."""
-    found = _whole(x, maps)
+    found = all_of(x, maps)
     return None if found is None or found[1] is not None else found[0]
 
 
-def _whole(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """The matrix and the biases of all maps of one token."""
+def all_of(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """The matrix and the biases of all maps of one token x [B, 1, D], or of the only one; None as for `outputs`."""
     if torch.is_grad_enabled() or x.shape[-2] != 1 or torch.compiler.is_compiling():
         return None
     if torch.is_autocast_enabled(x.device.type):  # which keeps casts of parameters, not of this view of several
         return None
     weights, biases = _own(maps)
-    whole = _joined(weights) if len(weights) > 1 else None
+    if len(weights) == 1:
+        return weights[0], biases[0] if biases else None
+    whole = _joined(weights) if weights else None
     bias = _joined(biases) if biases and whole is not None else None
     if whole is None or (biases and bias is None):
         return None

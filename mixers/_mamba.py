@@ -44,6 +44,7 @@ class MambaBlock(Mixer):
     One head whose value axis is the d_inner = expand · d_model channels. bare: neither convolution nor z.
     """
 
+    beside = ("in_proj",)
     D: Tensor
     dt_proj: nn.Linear | TimeStep
 

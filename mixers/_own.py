@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dsf.mixers._beside import hooked, in_turn, lay, outputs, product_of
+from dsf.mixers._beside import all_of, handed, hooked, in_turn, lay, outputs, product_of, rows_of
 from dsf.mixers._sizes import Sized
 
 Start = Callable[..., Tensor]  # the values of a parameter of a given shape: start(*shape)
@@ -25,7 +25,7 @@ class Owner(Sized):
     """
 
     behind = False  # True: what the layer is given comes from a launch of its model, which writes no weights
-    beside: tuple[str, ...] = ()  # maps of the same input, whose weights are kept behind each other (`_beside`)
+    beside: tuple[str, ...] = ()  # the maps of the input, whose weights are kept behind each other (`_beside`)
     sigmoid: str | None = None  # that of them whose output passes a sigmoid
 
     def __init__(self) -> None:
@@ -106,16 +106,28 @@ class Owner(Sized):
             found = getattr(found, name, None)
         return found
 
+    def _passing(self) -> Any:
+        """The map whose output passes a sigmoid, or None."""
+        return None if self.sigmoid is None else self._named(self.sigmoid)
+
     def made_first(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(the output of the first map named in `beside`, what `made` takes for the others): x alone, or behind it the
         others' outputs where one product made them all."""
         maps = self.maps_beside()
-        found = outputs(x, maps, self._reads_ahead(), None if self.sigmoid is None else self._named(self.sigmoid))
+        found = handed(x, maps) or outputs(x, maps, self._reads_ahead(), self._passing())
         return (self.first_map(x, maps[0]), (x,)) if found is None else (found[0], (x, *found[1:]))
 
     def first_map(self, x: Tensor, module: Any) -> Tensor:
         """module(x), for x as the layer was given it."""
-        return product_of(x, module, ahead=self._reads_ahead())
+        found = handed(x, [module])
+        return product_of(x, module, ahead=self._reads_ahead()) if found is None else found[0]
+
+    def first_ahead(self, x: Tensor) -> tuple[Tensor, Tensor | None, tuple[int, int]] | None:
+        """(matrix, biases, outputs that pass a sigmoid) of the maps in `beside` for a token x [B, 1, D], where a launch
+        before the layer may make them (`handing`), else None."""
+        maps = self.maps_beside()
+        found = all_of(x, maps) if maps and self._reads_ahead() else None
+        return None if found is None else (*found, rows_of(maps, self._passing()))
 
     def _reads_ahead(self) -> bool:
         """Whether the launch before the layer writes none of its weights; hooks (FSDP's) may gather them just then."""

@@ -40,6 +40,7 @@ class H3(StateSpace):
     """
 
     recurrence = h3
+    beside = ("qkv_proj",)
     C: Tensor
 
     def __init__(

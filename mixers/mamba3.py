@@ -106,6 +106,7 @@ class Mamba3(Mixer):
     """
 
     recurrence = mamba3_biased
+    beside = ("in_proj",)
     D: Tensor
     dt_bias: Tensor
     B_bias: Tensor

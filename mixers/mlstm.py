@@ -184,6 +184,7 @@ class MLSTM(Mixer):
     """
 
     recurrence = mlstm
+    beside = ("up_proj",)
     skip: Tensor
     norm: Tensor
 

@@ -48,6 +48,7 @@ class QLSTM(Mixer):
     """
 
     recurrence = qlstm
+    beside = ("in_proj",)
     a: Tensor | None
 
     def __init__(

@@ -57,6 +57,7 @@ class SSD(Mixer):
     """
 
     recurrence = ssd
+    beside = ("in_proj",)
     A_log: Tensor
     D: Tensor
     dt_bias: Tensor

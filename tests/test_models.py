@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import dsf
 from dsf.kernels.norm import added_rms_norm
+from dsf.mixers import _beside, _own
 from dsf.mixers.models import parts
 from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy, next_labels
 from dsf.models import CausalLM, ModelConfig, RotaryAttention, sized
@@ -514,3 +515,46 @@ def test_steps_and_hidden_states_with_norms_that_add_first(summing):
             else block(x, turn=block.mixer.turns(x, None))
         )
         assert after is None or torch.allclose(x, after, rtol=0, atol=1e-10)
+
+
+FIRST = (  # mixers whose first maps a token's norm makes along
+    "comba", "deltanet", "delta_product", "fox", "gated_deltanet", "gated_deltanet2", "gla", "h3", "hgrn", "hgrn2",
+    "kda", "linear_attention", "longhorn", "mamba3", "mesanet", "mlstm", "qlstm", "retnet", "rg_lru", "s6",
+    "softmax_attention", "ssd",
+)  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", FIRST)
+def test_first_maps_of_a_token_are_made_by_the_norm_before(mixer, summing, monkeypatch):
+    taken, handed = [], _beside.handed
+
+    def watched(x, maps):
+        found = handed(x, maps)
+        taken.extend(maps if found is not None else [])
+        return found
+
+    monkeypatch.setattr(_own, "handed", watched)
+    model, ids = (
+        CausalLM(ModelConfig(vocab_size=97, d_model=32, n_layers=3, n_heads=2, mixers=[mixer])).eval(),
+        ids_of(),
+    )
+    whole, state = model(ids).logits, model(ids[:, :7]).state
+    assert not taken
+    for t in range(7, 9):
+        out = model.step(ids[:, t], state, in_place=t > 7)
+        state = out.state
+        torch.testing.assert_close(out.logits, whole[:, t], rtol=1e-3, atol=1e-4)
+    blocks = model.model.layers
+    assert [id(x) for x in taken] == 2 * [
+        id(x) for b in blocks[1:] for x in b.mixer.maps_beside()
+    ]  # the first has no sum
+    hooked = blocks[1].mixer.register_forward_hook(lambda *_: None)
+    taken.clear()
+    model.step(ids[:, 9], state)
+    assert len(taken) == len(blocks[2].mixer.maps_beside())
+    hooked.remove()
+    taken.clear()
+    with torch.enable_grad():
+        model(ids[:, 9:10], state=state)
+    assert not taken and _beside._handed.now is None

@@ -5,7 +5,7 @@ import torch
 from interpreted import interpreted
 from test_triton_layer_norm import definition
 
-from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.norm import added_norm_and_maps, added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.product import ROWS, by_blocks, few, linear
 
 pytestmark = interpreted
@@ -173,3 +173,27 @@ def test_other_calls_go_the_way_that_they_went(launched):
     with pytest.raises(RuntimeError):
         linear(x[:4].reshape(2, 1, 32), matrix, "triton")  # as many numbers as four rows, of another width
     assert launched == [0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_norm_of_a_sum_and_its_maps(rows, biased, launched):
+    x, other, weight, matrix, bias = drawn((rows, 1, 40), (rows, 1, 40), (40,), (70, 40), (70,))
+    total = x.double() + other.double()
+    normal = definition(total, weight.double(), None, 1, False, "silu", 1e-5)
+    made = normal @ matrix.double().T + (bias.double() if biased else 0)
+    made[..., 10:13] = made[..., 10:13].sigmoid()
+    for parameter in (matrix, torch.nn.Parameter(matrix, False), matrix):
+        how = {"bias": bias if biased else None, "sigmoid": (10, 13), "ahead": True}
+        found = added_norm_and_maps(apart(x), apart(other), weight, parameter, backend="triton", **how)
+        for got, wanted in zip(found, (total, normal, made), strict=True):
+            assert_near(got, wanted)
+    assert launched == [2]
+    for got, wanted in zip(added_norm_and_maps(x, other, weight, matrix, **how), (total, normal, made), strict=True):
+        assert_near(got, wanted)
+    assert launched == [2]
+    low = [t.bfloat16() for t in (x, other, weight, matrix)]
+    total, normal = added_rms_norm(*low[:3], backend="triton")
+    whole = linear(normal, low[3], "triton")
+    assert all(map(torch.equal, added_norm_and_maps(*low, backend="triton"), (total, normal, whole)))

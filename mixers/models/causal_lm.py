@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
-from dsf.mixers._beside import product_of
+from dsf.mixers._beside import handing, product_of
 from dsf.mixers._states import reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
@@ -86,8 +87,13 @@ class Block(nn.Module):
         is still to be added to x, by the launch of its norm; open_ended: return (x, what is to be added to it) for the
         next block, in place of x.
         """
-        x, y = (x, self.mixer_norm(x)) if late is None else self.mixer_norm.added(x, late)
-        mixed, state = self._mix(y, state, cu_seqlens, turn, keep, in_place)
+        made = None
+        if late is None:
+            y = self.mixer_norm(x)
+        else:
+            x, y, made = self.mixer_norm.added_ahead(x, late, self.mixer)
+        with nullcontext() if made is None else handing(y, made):
+            mixed, state = self._mix(y, state, cu_seqlens, turn, keep, in_place)
         x, late = self.mlp.after(self.mlp_norm, x, mixed)
         return ((x, late) if open_ended else x + late), state
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from dsf import Packing
 from dsf.kernels.entropy import row_entropies
-from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
+from dsf.kernels.norm import added_norm_and_maps, added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.operators import refuse_second_order
-from dsf.mixers._beside import hooked, lay, outputs, parts_of, weight_for, whole_of
+from dsf.mixers._beside import Made, hooked, lay, outputs, parts_of, weight_for, whole_of
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -90,6 +90,21 @@ class RMSNorm(nn.RMSNorm):
             return self(x, other)
         total = x + other
         return total, self(total)
+
+    def added_ahead(
+        self, x: Tensor, other: Tensor, layer: Any
+    ) -> tuple[Tensor, Tensor, Made | None]:  # fmt: skip
+        """`added`, and behind it what the layer's first maps make of the norm, where one launch makes all of them of a
+        token on CUDA, else None (`dsf.mixers._beside.handing`)."""
+        first = None if torch.is_grad_enabled() else getattr(layer, "first_ahead", None)
+        found = first(x) if first is not None and self.sums(x, other) else None
+        if found is None or self._result(x, other) != found[0].dtype:
+            return (*self.added(x, other), None)
+        matrix, bias, sigmoid = found
+        known = {"bias": bias, "sigmoid": sigmoid, "eps": self.eps, "ahead": True}
+        total, normal, made = added_norm_and_maps(x, other, self.weight, matrix, **known)
+        maps = layer.maps_beside()
+        return total, normal, Made(maps, parts_of(made, maps))
 
     def sums(self, *given: Tensor) -> bool:
         """Whether `added` of these is one launch."""

@@ -15,8 +15,11 @@ from dsf.kernels.triton.layer.norm import gate_of
 
 
 @triton.jit
-def _row(of_x, of_gate, weight, more, r, eps, about: tl.constexpr, act: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
-    """What row r is before the product, [G, W] in float32. The first program stores its sum."""
+def _row(
+    of_x, of_gate, weight, more, normal, r, eps, about: tl.constexpr, act: tl.constexpr, G: tl.constexpr,
+    W: tl.constexpr,
+):  # fmt: skip
+    """What row r is before the product, [G, W] in float32. The first program stores its sum, and itself if `normal`."""
     GROUPS: tl.constexpr = about[0]
     GROUP: tl.constexpr = about[1]
     g = tl.arange(0, G)[:, None]
@@ -44,21 +47,24 @@ def _row(of_x, of_gate, weight, more, r, eps, about: tl.constexpr, act: tl.const
         y *= tl.load(weight + own, mask=ok, other=0.0).to(tl.float32)
     if gate is not None and not act[1]:
         y *= value
+    if normal is not None:
+        kept = y.to(normal.dtype.element_ty)
+        tl.store(normal + r * (GROUPS * GROUP) + at, kept, mask=ok & (tl.program_id(0) == 0))
     return y
 
 
 @triton.jit
 def product(
-    of_x, of_gate, weight, matrix, bias, out, more, N, eps, about: tl.constexpr, act: tl.constexpr, ROWS: tl.constexpr,
-    BN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    of_x, of_gate, weight, matrix, bias, out, more, normal, N, eps, about: tl.constexpr, act: tl.constexpr,
+    ROWS: tl.constexpr, BN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, N] = rows · matrixᵀ + bias, for matrix [N, groups · size], bias [N] or None, and rows that
     `norm_forward` would make of x.
 
     of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
-    the sum [ROWS, ·]). about: (groups, their size, ways: more than 1 where each has weights of its own). act: (norm,
-    gate before the norm, which activation, the first output that passes a sigmoid, the one after the last). AHEAD: the
-    matrix is older than the launch before. Grid (N / BN).
+    the sum [ROWS, ·]). normal: None, or where the rows are kept, [ROWS, ·]. about: (groups, their size, ways: more than
+    1 where each has weights of its own). act: (norm, gate before the norm, which activation, the first output that
+    passes a sigmoid, the one after the last). AHEAD: the matrix is older than the launch before. Grid (N / BN).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.arange(0, G)[:, None]
@@ -72,7 +78,7 @@ def product(
         begin(EARLY)
         rows = tl.load(matrix + at, mask=ok, other=0.0)
     for r in tl.static_range(ROWS):
-        y = _row(of_x, of_gate, weight, more, r, eps, about, act, G, W)
+        y = _row(of_x, of_gate, weight, more, normal, r, eps, about, act, G, W)
         y = y.to(matrix.dtype.element_ty).to(tl.float32)  # as it would be stored
         found = tl.sum(tl.sum(rows.to(tl.float32) * y[None, :, :], axis=2), axis=1)
         if bias is not None:

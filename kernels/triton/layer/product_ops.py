@@ -27,8 +27,8 @@ def _rows(x: Tensor, width: int) -> tuple[Tensor, Any]:
 
 def _launch(
     x: Tensor, matrix: Tensor, bias: Tensor | None, gate: Tensor | None, weight: Tensor | None, other: Tensor | None,
-    total: Tensor | None, group: int, norm: bool, first: bool, activation: int, eps: float, ahead: bool,
-    low: int = 0, high: int = 0,
+    total: Tensor | None, normal: Tensor | None, group: int, norm: bool, first: bool, activation: int, eps: float,
+    ahead: bool, low: int = 0, high: int = 0,
 ) -> Tensor:  # fmt: skip
     outputs, width = matrix.shape
     inner = width // group
@@ -41,7 +41,7 @@ def _launch(
     launch(
         product, (-(-outputs // block),), of_x, nothing if gate is None else _rows(gate, width),
         None if weight is None else weight.contiguous(), matrix, bias, out,
-        None if other is None else (*_rows(other, width), total), outputs, eps, about=(inner, group, ways),
+        None if other is None else (*_rows(other, width), total), normal, outputs, eps, about=(inner, group, ways),
         act=(norm, first, activation, low, high), ROWS=count, BN=block, G=power(inner), W=held, AHEAD=ahead,
         num_warps=warps, **early(x.device),
     )  # fmt: skip
@@ -51,14 +51,20 @@ def _launch(
 def _product(
     x: Tensor, matrix: Tensor, bias: Tensor | None, gate: Tensor | None, weight: Tensor | None, *options: Any
 ) -> Tensor:
-    return _launch(x, matrix, bias, gate, weight, None, None, *options)
+    return _launch(x, matrix, bias, gate, weight, None, None, None, *options)
 
 
 def _added(
-    x: Tensor, other: Tensor, matrix: Tensor, weight: Tensor | None, eps: float, ahead: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, other: Tensor, matrix: Tensor, bias: Tensor | None, weight: Tensor | None, eps: float, ahead: bool,
+    keep: bool = False, low: int = 0, high: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """The sum, the product, and the norm between them if it is to be kept."""
     total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, other.dtype))
-    return total, _launch(x, matrix, None, None, weight, other, total, matrix.shape[1], True, False, 0, eps, ahead)
+    normal = x.new_empty(x.shape, dtype=matrix.dtype) if keep else None
+    made = _launch(
+        x, matrix, bias, None, weight, other, total, normal, matrix.shape[1], True, False, 0, eps, ahead, low, high
+    )
+    return [total, made] if normal is None else [total, made, normal]
 
 
 def _by_blocks(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -81,7 +87,7 @@ row_product = operator(
     _product,
 )
 added_row_product = operator(
-    "added_row_product(Tensor x, Tensor other, Tensor matrix, Tensor? weight, float eps, bool ahead) -> "
-    "(Tensor, Tensor)",
+    "added_row_product(Tensor x, Tensor other, Tensor matrix, Tensor? bias, Tensor? weight, float eps, bool ahead, "
+    "bool keep=False, int low=0, int high=0) -> Tensor[]",
     _added,
 )
