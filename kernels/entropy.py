@@ -15,14 +15,14 @@ def row_entropies(
 
     logits: [R, V]; targets: [R] int64, of which those that are `ignored` have entropy and gradient 0; divisor: [],
     a float. Entropies [R] are float32 at least, the gradient [R, V] has the logits' type, or is None unless asked for.
-    The logits may be overwritten. backend: "triton" (no float64), "torch", or "auto": Triton on a GPU, not under
+    backend: "triton" (no float64), "torch", or "auto": Triton on a GPU, not under
     torch.compile, which fuses by itself. A GPU's entropy with a target outside of the vocabulary is NaN; on torch it is
     an error. Raises ValueError for sizes that do not fit and an unknown backend.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1] or divisor.shape:
         given = [list(x.shape) for x in (logits, targets, divisor)]
         raise ValueError(f"entropies of logits, targets and a divisor of shapes {given}: sizes do not fit")
-    if _chosen(logits, backend):
+    if launched(logits, backend):
         from dsf.kernels.triton.layer.entropy_ops import entropies
 
         found = entropies(logits, targets, divisor, ignored, gradient)
@@ -36,11 +36,12 @@ def row_entropies(
     return own, torch.mul(slope, shown.to(slope.dtype) / divisor, out=torch.empty_like(logits))  # rounded once
 
 
-def _chosen(logits: Tensor, backend: str) -> bool:
+def launched(logits: Tensor, backend: str = "auto") -> bool:
     """True for the Triton kernel. Raises where backend='triton' was asked for and it cannot run."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
     if backend == "triton" and logits.dtype not in KINDS:
         raise ValueError(f"the fused entropies take float32, bfloat16 or float16, got {logits.dtype}")
-    wanted = logits.is_cuda and TRITON and logits.dtype in KINDS and not torch.compiler.is_compiling()
-    return backend == "triton" or (backend == "auto" and wanted and not hasattr(logits, "device_mesh"))
+    fits = logits.is_cuda and TRITON and logits.dtype in KINDS and logits.numel() > 0
+    alone = not torch.compiler.is_compiling() and not hasattr(logits, "device_mesh")
+    return backend == "triton" or (backend == "auto" and fits and alone)

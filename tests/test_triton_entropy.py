@@ -8,7 +8,7 @@ from interpreted import interpreted
 from dsf.kernels.entropy import row_entropies
 from dsf.kernels.triton.layer import entropy_ops
 from dsf.mixers.models import parts
-from dsf.mixers.models.parts import IGNORED, linear_cross_entropy
+from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy
 
 pytestmark = interpreted
 
@@ -52,14 +52,7 @@ def test_a_target_that_is_no_word_shows():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_loss_in_pieces_by_the_kernel(frozen, monkeypatch):
-    calls = []
-
-    def taken(*given):
-        calls.append(given)
-        return row_entropies(*given, backend="triton")
-
-    monkeypatch.setattr(parts, "row_entropies", taken)
+def test_the_loss_in_pieces_by_the_kernel(frozen, by_kernel, monkeypatch):
     monkeypatch.setattr(parts, "PIECE", 31 * 4 * 3)
     hidden, weight, targets = torch.randn(2, 7, 16), torch.randn(31, 16), torch.randint(0, 31, (2, 7))
     targets[0, 2:4] = IGNORED
@@ -73,9 +66,67 @@ def test_the_loss_in_pieces_by_the_kernel(frozen, monkeypatch):
         else:
             loss = linear_cross_entropy(*leaves, targets)
         found.append([loss, *torch.autograd.grad(3 * loss, [x for x in leaves if x.requires_grad])])
-    assert len(calls) == 5
+    assert len(by_kernel) == 5
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def by_kernel(monkeypatch):
+    """Models' losses run the kernel; its calls."""
+    calls = []
+
+    def taken(*given):
+        calls.append(given)
+        return row_entropies(*given, backend="triton")
+
+    monkeypatch.setattr(parts, "row_entropies", taken)
+    monkeypatch.setattr(parts, "launched", lambda logits: True)
+    return calls
+
+
+@pytest.mark.parametrize("count", [None, 5, torch.tensor(5)], ids=str)
+def test_the_loss_of_logits_by_the_kernel(count, by_kernel):
+    logits, targets = torch.randn(2, 7, 31, requires_grad=True), torch.randint(0, 31, (2, 7))
+    targets[0, 2:4] = IGNORED
+    wide = logits.detach().double().requires_grad_()
+    exact = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum") / (count or 12)
+    for scale in (1.0, -3.0, 0.0):
+        loss = cross_entropy(logits, targets, count)
+        (found,) = torch.autograd.grad(scale * loss, logits)
+        (slope,) = torch.autograd.grad(scale * exact, wide, retain_graph=True)
+        torch.testing.assert_close(found.double(), slope, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(loss.detach().double(), exact.detach(), rtol=1e-6, atol=0.0)
+    assert len(by_kernel) == 6
+    with torch.no_grad():
+        torch.testing.assert_close(cross_entropy(logits, targets, count), loss.detach())
+
+
+def test_second_derivatives_of_the_loss_of_logits(by_kernel):
+    logits, targets = torch.randn(1, 3, 5, dtype=torch.double, requires_grad=True), torch.tensor([[1, IGNORED, 4]])
+    far = torch.randn(1, 3, 5, dtype=torch.double)
+
+    def curved(of, wanted):
+        (slope,) = torch.autograd.grad(cross_entropy(of, targets), of, create_graph=True)
+        return torch.autograd.grad((slope * far.to(of.dtype)).sum(), of)[0] if wanted else slope
+
+    single = logits.detach().float().requires_grad_()
+    found = [curved(single, wanted).double() for wanted in (False, True)]
+    assert len(by_kernel) == 2  # the values; derivatives of derivatives are torch's
+    by_torch = F.cross_entropy(logits[0], targets[0], reduction="sum", ignore_index=IGNORED) / 2
+    (slope,) = torch.autograd.grad(by_torch, logits, create_graph=True)
+    (bend,) = torch.autograd.grad((slope * far).sum(), logits)
+    for mine, exact in zip(found, (slope, bend), strict=True):
+        torch.testing.assert_close(mine.detach(), exact.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_transformed_loss_is_torch_s(by_kernel):
+    logits, targets = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
+    found = torch.func.grad(lambda x: cross_entropy(x, targets))(logits)
+    given = logits.clone().requires_grad_()
+    (exact,) = torch.autograd.grad(F.cross_entropy(given.flatten(0, 1), targets.flatten()), given)
+    assert not by_kernel
+    torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Packing
-from dsf.kernels.entropy import row_entropies
+from dsf.call.calls import is_transformed
+from dsf.kernels.entropy import launched, row_entropies
 from dsf.kernels.norm import added_norm_and_maps, added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.product import few
 from dsf.mixers._beside import Made, hooked, lay, outputs, parts_of, weight_for, whole_of
 
 if TYPE_CHECKING:
@@ -96,9 +98,9 @@ class RMSNorm(nn.RMSNorm):
     ) -> tuple[Tensor, Tensor, Made | None]:  # fmt: skip
         """`added`, and behind it what the layer's first maps make of the norm, where one launch makes all of them of a
         token on CUDA, else None (`dsf.mixers._beside.handing`)."""
-        first = None if torch.is_grad_enabled() else getattr(layer, "first_ahead", None)
+        first = None if torch.is_grad_enabled() or hooked(self) else getattr(layer, "first_ahead", None)
         found = first(x) if first is not None and self.sums(x, other) else None
-        if found is None or self._result(x, other) != found[0].dtype:
+        if found is None or not few(x, found[0]) or self._result(x, other) != x.dtype:
             return (*self.added(x, other), None)
         matrix, bias, sigmoid = found
         known = {"bias": bias, "sigmoid": sigmoid, "eps": self.eps, "ahead": True}
@@ -182,9 +184,34 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     count: another divisor of the sum, as the number of targets of several batches whose gradients are added.
     """
     counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / counted
+    if launched(logits) and not is_transformed((logits,)):
+        divisor = torch.as_tensor(counted, device=logits.device).float()
+        loss: Tensor = _Entropies.apply(logits.flatten(0, 1), targets.flatten(), divisor)
+        return loss
+    return _entropies(logits.flatten(0, 1), targets.flatten()) / counted
+
+
+def _entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of rows' cross entropies, by torch."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
+
+
+class _Entropies(torch.autograd.Function):
+    """The same over a divisor, by a kernel: nothing but the logits is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, divisor: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, targets, divisor)
+        return row_entropies(logits, targets, divisor, IGNORED, False)[0].sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        logits, targets, divisor = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return row_entropies(logits, targets, divisor / grad, IGNORED)[1], None, None
+        loss = _entropies(logits, targets) / divisor  # of which there are second derivatives
+        return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count: Any = None) -> Tensor:
