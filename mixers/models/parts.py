@@ -185,7 +185,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     """
     counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
     if launched(logits) and not is_transformed((logits,)):
-        divisor = torch.as_tensor(counted, device=logits.device).float()
+        number = counted if isinstance(counted, Tensor) else logits.new_full((), counted, dtype=torch.float32)
+        divisor = number.to(logits.device, torch.float32).reshape(())
         loss: Tensor = _Entropies.apply(logits.flatten(0, 1), targets.flatten(), divisor)
         return loss
     return _entropies(logits.flatten(0, 1), targets.flatten()) / counted
