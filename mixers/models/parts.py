@@ -98,7 +98,8 @@ class RMSNorm(nn.RMSNorm):
     ) -> tuple[Tensor, Tensor, Made | None]:  # fmt: skip
         """`added`, and behind it what the layer's first maps make of the norm, where one launch makes all of them of a
         token on CUDA, else None (`dsf.mixers._beside.handing`)."""
-        first = None if torch.is_grad_enabled() or hooked(self) else getattr(layer, "first_ahead", None)
+        apart = x.shape[-2] != 1 or torch.is_grad_enabled() or hooked(self)
+        first = None if apart else getattr(layer, "first_ahead", None)
         found = first(x) if first is not None and self.sums(x, other) else None
         if found is None or not few(x, found[0]) or self._result(x, other) != x.dtype:
             return (*self.added(x, other), None)
