@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_compile import few_candidates, tune_quickly
+from gpu_matrix import captured
 from gpu_page import add_page_options, pair, ratios, shows
 from torch import Tensor
 
@@ -68,18 +69,7 @@ def both(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> list[
 
 def replays(call: Callable[[], Any], device: torch.device) -> float | None:
     """Median of replays of a CUDA graph of the call; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return milliseconds(graph.replay, device)
+    return milliseconds(captured(call), device) if device.type == "cuda" else None
 
 
 def timed(call: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> dict[str, float | None]:

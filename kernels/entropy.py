@@ -15,9 +15,9 @@ def row_entropies(
 
     logits: [R, V]; targets: [R] int64, of which those that are `ignored` have entropy and gradient 0; divisor: [],
     a float. Entropies [R] are float32 at least, the gradient [R, V] has the logits' type, or is None unless asked for.
-    backend: "triton" (no float64), "torch", or "auto": Triton on a GPU, not under
-    torch.compile, which fuses by itself. A GPU's entropy with a target outside of the vocabulary is NaN; on torch it is
-    an error. Raises ValueError for sizes that do not fit and an unknown backend.
+    backend: "triton" (no float64), "torch", or "auto": Triton on a GPU, not under torch.compile, which fuses by itself.
+    With a target outside of the vocabulary Triton's entropy is NaN; torch raises an error. Raises ValueError for sizes
+    that do not fit and an unknown backend.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1] or divisor.shape:
         given = [list(x.shape) for x in (logits, targets, divisor)]

@@ -132,9 +132,9 @@ _handed = _Handed()
 
 
 @contextmanager
-def handing(x: Tensor, made: Made | None) -> Iterator[None]:
+def handing(x: Tensor, made: Made) -> Iterator[None]:
     """Within it `handed` has what a launch before made of x."""
-    _handed.now = None if made is None else (x, made)
+    _handed.now = x, made
     try:
         yield
     finally:

@@ -122,12 +122,12 @@ class Owner(Sized):
         found = handed(x, [module])
         return product_of(x, module, ahead=self._reads_ahead()) if found is None else found[0]
 
-    def first_ahead(self, x: Tensor) -> tuple[Tensor, Tensor | None, tuple[int, int]] | None:
-        """(matrix, biases, outputs that pass a sigmoid) of the maps in `beside` for a token x [B, 1, D], where a launch
-        before the layer may make them (`handing`), else None."""
+    def first_ahead(self, x: Tensor) -> tuple[list[Any], Tensor, Tensor | None, tuple[int, int]] | None:
+        """The maps in `beside`, their matrix, their biases and which outputs pass a sigmoid (the first, the one after
+        the last), where a launch before the layer may make them of a token x [B, 1, D] (`handing`); else None."""
         maps = self.maps_beside()
         found = all_of(x, maps) if maps and self._reads_ahead() else None
-        return None if found is None else (*found, rows_of(maps, self._passing()))
+        return None if found is None else (maps, *found, rows_of(maps, self._passing()))
 
     def _reads_ahead(self) -> bool:
         """Whether the launch before the layer writes none of its weights; hooks (FSDP's) may gather them just then."""

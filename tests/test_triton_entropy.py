@@ -13,6 +13,20 @@ from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy
 pytestmark = interpreted
 
 
+@pytest.fixture
+def by_kernel(monkeypatch):
+    """Models' losses run the kernel; its calls."""
+    calls = []
+
+    def taken(*given):
+        calls.append(given)
+        return row_entropies(*given, backend="triton")
+
+    monkeypatch.setattr(parts, "row_entropies", taken)
+    monkeypatch.setattr(parts, "launched", lambda logits: True)
+    return calls
+
+
 @pytest.mark.parametrize("words", [1, 31, 150, 64])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_entropies_and_their_gradient(words, dtype, tolerance, monkeypatch):
@@ -69,20 +83,6 @@ def test_the_loss_in_pieces_by_the_kernel(frozen, by_kernel, monkeypatch):
     assert len(by_kernel) == 5
     for mine, exact in zip(*found, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def by_kernel(monkeypatch):
-    """Models' losses run the kernel; its calls."""
-    calls = []
-
-    def taken(*given):
-        calls.append(given)
-        return row_entropies(*given, backend="triton")
-
-    monkeypatch.setattr(parts, "row_entropies", taken)
-    monkeypatch.setattr(parts, "launched", lambda logits: True)
-    return calls
 
 
 @pytest.mark.parametrize("count", [None, 5, torch.tensor(5), torch.tensor([5])], ids=str)

@@ -98,15 +98,14 @@ class RMSNorm(nn.RMSNorm):
     ) -> tuple[Tensor, Tensor, Made | None]:  # fmt: skip
         """`added`, and behind it what the layer's first maps make of the norm, where one launch makes all of them of a
         token on CUDA, else None (`dsf.mixers._beside.handing`)."""
-        apart = x.shape[-2] != 1 or torch.is_grad_enabled() or hooked(self)
-        first = None if apart else getattr(layer, "first_ahead", None)
+        token = x.shape[-2] == 1 and not torch.is_grad_enabled() and not hooked(self)
+        first = getattr(layer, "first_ahead", None) if token else None
         found = first(x) if first is not None and self.sums(x, other) else None
-        if found is None or not few(x, found[0]) or self._result(x, other) != x.dtype:
+        if found is None or not few(x, found[1]) or self._result(x, other) != x.dtype:
             return (*self.added(x, other), None)
-        matrix, bias, sigmoid = found
+        maps, matrix, bias, sigmoid = found
         known = {"bias": bias, "sigmoid": sigmoid, "eps": self.eps, "ahead": True}
         total, normal, made = added_norm_and_maps(x, other, self.weight, matrix, **known)
-        maps = layer.maps_beside()
         return total, normal, Made(maps, parts_of(made, maps))
 
     def sums(self, *given: Tensor) -> bool:
@@ -188,19 +187,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     if launched(logits) and not is_transformed((logits,)):
         number = counted if isinstance(counted, Tensor) else logits.new_full((), counted, dtype=torch.float32)
         divisor = number.to(logits.device, torch.float32).reshape(())
-        loss: Tensor = _Entropies.apply(logits.flatten(0, 1), targets.flatten(), divisor)
+        loss: Tensor = _MeanEntropy.apply(logits.flatten(0, 1), targets.flatten(), divisor)
         return loss
-    return _entropies(logits.flatten(0, 1), targets.flatten()) / counted
+    return _total_entropy(logits.flatten(0, 1), targets.flatten()) / counted
 
 
-def _entropies(logits: Tensor, targets: Tensor) -> Tensor:
+def _total_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of rows' cross entropies, by torch."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
 
 
-class _Entropies(torch.autograd.Function):
-    """The same over a divisor, by a kernel: nothing but the logits is kept for the backward pass."""
+class _MeanEntropy(torch.autograd.Function):
+    """That sum over a divisor, by a kernel: nothing but the logits is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, divisor: Tensor) -> Tensor:
@@ -212,7 +211,7 @@ class _Entropies(torch.autograd.Function):
         logits, targets, divisor = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return row_entropies(logits, targets, divisor / grad, IGNORED)[1], None, None
-        loss = _entropies(logits, targets) / divisor  # of which there are second derivatives
+        loss = _total_entropy(logits, targets) / divisor  # of which there are second derivatives
         return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None
 
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.attention.sums import NEAR
+from dsf.kernels.triton.functions import LOG2E
 from dsf.kernels.triton.structs import Config
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e30)  # of a row's maximum, so that what is not seen has a weight of 0
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from dsf.kernels.triton.functions import LOG2E
+
 SIZE = tl.constexpr(1024)  # tokens at a time
 NEAR = tl.constexpr(128)  # tokens whose sums are also kept less that of the first one; tiles of attention divide it
 
