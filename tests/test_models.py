@@ -1,6 +1,8 @@
 """dsf.models in torch alone: the model's law (whole, in pieces, one by one, packed), its configuration, its parts."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -535,10 +537,8 @@ def test_first_maps_of_a_token_are_made_by_the_norm_before(mixer, summing, monke
         return found
 
     monkeypatch.setattr(_own, "handed", watched)
-    model, ids = (
-        CausalLM(ModelConfig(vocab_size=97, d_model=32, n_layers=3, n_heads=2, mixers=[mixer])).eval(),
-        ids_of(),
-    )
+    config = ModelConfig(vocab_size=97, d_model=32, n_layers=3, n_heads=2, mixers=[mixer])
+    model, ids = CausalLM(config).eval(), ids_of()
     whole, state = model(ids).logits, model(ids[:, :7]).state
     assert not taken
     for t in range(7, 9):
@@ -546,9 +546,8 @@ def test_first_maps_of_a_token_are_made_by_the_norm_before(mixer, summing, monke
         state = out.state
         torch.testing.assert_close(out.logits, whole[:, t], rtol=1e-3, atol=1e-4)
     blocks = model.model.layers
-    assert [id(x) for x in taken] == 2 * [
-        id(x) for b in blocks[1:] for x in b.mixer.maps_beside()
-    ]  # the first has no sum
+    behind = [id(x) for b in blocks[1:] for x in b.mixer.maps_beside()]  # the first block adds nothing
+    assert [id(x) for x in taken] == 2 * behind
     hooked = blocks[1].mixer.register_forward_hook(lambda *_: None)
     taken.clear()
     model.step(ids[:, 9], state)
@@ -558,3 +557,27 @@ def test_first_maps_of_a_token_are_made_by_the_norm_before(mixer, summing, monke
     with torch.enable_grad():
         model(ids[:, 9:10], state=state)
     assert not taken and _beside._handed.now is None
+
+
+def test_threads_find_the_first_maps_of_their_own_tokens(summing, monkeypatch):
+    """Both stand between a norm and its layer when they ask."""
+    model, ids = CausalLM(tiny(["gated_deltanet", "softmax_attention"], n_layers=4)).eval(), ids_of()
+    both, taken, handed = threading.Barrier(2), [], _beside.handed
+
+    def meeting(x, maps):
+        both.wait(timeout=60)
+        found = handed(x, maps)
+        taken.append(found is not None)
+        return found
+
+    @torch.no_grad()
+    def stepped(t):
+        return model.step(ids[:, t], model(ids[:, :t]).state).logits
+
+    expected = [stepped(t) for t in (5, 9)]
+    monkeypatch.setattr(_own, "handed", meeting)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(stepped, (5, 9)))
+    assert taken.count(True) == 2 * 3  # of four layers the first has no sum before it
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import dsf
 from dsf import InputError, Key, Param, Scalar, TraceError, Value, dot, exp, prev, rsqrt, sigmoid, sum_key
 from dsf.call import tokenwise
 from dsf.mixers import ZOO
+from dsf.mixers.fox import mixed
 
 assert ZOO  # the layers' functions are declared
 BACKENDS = ["torch", *(["triton"] if INTERPRETED else [])]
@@ -214,3 +215,18 @@ def test_inputs_that_do_not_fit_are_refused():
         overlap(q, k, a, backend="cuda")
     with pytest.raises(InputError, match="at most 1024"):
         overlap(q.double(), k, a, backend="triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_fox_mixes_a_projection_with_its_tokens_before(tokens, backend):
+    """As they lie: the tokens before are a part of what a token shift joined, as long as the sequence and one."""
+    given = torch.randn(2, tokens, 6 * 20, dtype=torch.float64), torch.rand(2, tokens, 6, dtype=torch.float64)
+    found = []
+    for kind, how in ((torch.float32, {"backend": backend}), (torch.float64, {"backend": "torch"})):
+        kv, share = (x.to(kind).requires_grad_() for x in given)
+        before = torch.cat([kv.new_zeros(2, 1, 6 * 20), kv], 1)[:, :-1]
+        y = mixed(kv.unflatten(-1, (6, 20)), before.unflatten(-1, (6, 20)), share, **how)
+        found.append([y, *torch.autograd.grad(y.cos().sum(), [kv, share])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.detach().double(), b.detach(), rtol=1e-5, atol=1e-6)
