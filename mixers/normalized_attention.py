@@ -88,7 +88,8 @@ class GeneralizedLinearAttention(LinearAttention):
         to.sliced(self.eta, self.dims[0])  # any module, so every rank runs it whole
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        return {**super().arguments(u, side, span), "eta": self.eta(u)}
+        given = super().arguments(u, side, span)
+        return {**given, "eta": self.eta(u).to(given["v"].dtype)}  # CUDA's autocast has softplus in float32
 
 
 NORMALIZERS = {
