@@ -7,17 +7,20 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from dsf.analysis.checkpoints import WHOLE, unreadable
 from dsf.analysis.ranks import STATE
 from dsf.language.errors import DsfError
+from dsf.mixers.models.graphed import Graphed
 from dsf.mixers.models.hf import DsfConfig, DsfForCausalLM
 from dsf.mixers.models.parts import IGNORED, next_labels
 from dsf.mixers.models.weights import undecayed_names
@@ -59,12 +62,13 @@ class _Trainer(Trainer):
 
     model: Any  # transformers declares each of these as optional
     args: Any
+    _graphed: Graphed | None
     optimizer: Any
     lr_scheduler: Any
     train_dataset: Any
 
     def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
-        self.prepared = prepared
+        self.prepared, self._graphed = prepared, None
         super().__init__(
             model, arguments, train_dataset=prepared.train, eval_dataset=prepared.held_out, callbacks=[_Watch(progress)]
         )
@@ -75,6 +79,19 @@ class _Trainer(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The mean over the batch's targets, which the model counts: early releases of 5 count the first token too."""
         return super().compute_loss(*args, **{**kwargs, "num_items_in_batch": None})
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a batch, with gradients in .grad; from a CUDA graph where the run asks for one."""
+        run = self.prepared.run
+        if not run.graph or run.compile or run.ranks.world > 1 or self.args.device.type != "cuda":
+            return super().training_step(model, inputs, *args, **kwargs)
+        model.train()
+        if self._graphed is None:
+            self._graphed = Graphed(model, partial(self._loss, model))
+        return self._graphed(inputs["input_ids"], inputs["labels"])
+
+    def _loss(self, model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.compute_loss(model, {"input_ids": ids, "labels": labels})
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """The names of matrices, without those of vectors and of rates that mixers mark."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from dsf.analysis.text import Text
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers import Mixer, parameter_groups
+from dsf.mixers.models.graphed import Graphed
 
 BYTES = 256
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
@@ -198,30 +200,30 @@ def train(model: ByteLM, text: Text, setup: Setup, progress: Progress | None = N
     """
     seq = min(setup.seq, len(text.train) - 2)
 
-    def loss(generator: torch.Generator) -> Tensor:
+    def draw(generator: torch.Generator) -> Tensor:
         begin = torch.randint(0, len(text.train) - seq, (setup.batch, 1), generator=generator)
-        return loss_on(model, text.train[begin + torch.arange(seq + 1)])
+        return text.train[begin + torch.arange(seq + 1)]
 
-    return fit(model, loss, setup, progress)
+    return fit(model, draw, partial(loss_on, model), setup, progress)
 
 
 def fit(
-    model: nn.Module, loss_of: Callable[[torch.Generator], Tensor], setup: Setup, progress: Progress | None = None
-) -> tuple[list[float], float]:
-    """Train in place for setup.steps steps on loss_of(generator) in nats. Returns (bits at every step, seconds).
+    model: nn.Module, draw: Callable[[torch.Generator], Tensor], loss_of: Callable[[Tensor], Tensor], setup: Setup,
+    progress: Progress | None = None,
+) -> tuple[list[float], float]:  # fmt: skip
+    """Train in place for setup.steps steps on loss_of(draw(generator)) in nats. Returns (bits at every step, seconds).
 
     Raises DsfError for a loss that is not finite.
     """
-    generator = torch.Generator().manual_seed(setup.seed)
+    generator, step_of = torch.Generator().manual_seed(setup.seed), Graphed(model, loss_of)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=setup.lr, betas=(0.9, 0.95))
     warmup = max(1, min(20, setup.steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, warmup, setup.steps))
     losses = []
     start = time.perf_counter()
     for step in range(setup.steps):
-        loss = loss_of(generator)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = step_of(draw(generator))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

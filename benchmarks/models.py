@@ -105,7 +105,8 @@ def jobs_of(who, mixer, options, copy):
     same = {"who": who, "mixer": mixer, "size": options.size, "steps": options.steps, "warmup": options.warmup}
     if "training" in options.only:
         own = {"tokens": options.tokens, "length": options.length, "compile": options.compile, "peak": options.peak}
-        yield {"kind": "training", **same, **own}
+        for graphed in [False, True] if options.graphed and who == "ours" else [False]:
+            yield {"kind": "training", **same, **own, "graphed": graphed}
     if "decoding" in options.only:
         for batch in options.batches:
             yield {"kind": "decoding", **same, "batch": batch, "copy": copy}
@@ -127,7 +128,7 @@ class Record:
 
     def add(self, job, found, why):
         """One row more, printed and written."""
-        name = " ".join(str(job[k]) for k in ("kind", "who", "mixer", "batch") if k in job)
+        name = named(job)
         if found is None:
             self.data["failed"].append({"case": name, "why": why})
             print(f"{name:48} failed: {why}", flush=True)
@@ -151,6 +152,11 @@ class Record:
             beside = self.path.with_suffix(".new")
             beside.write_text(json.dumps(self.data, indent=1) + "\n")
             beside.replace(self.path)
+
+
+def named(job):
+    """A job in a line."""
+    return " ".join(str(x) for x in (job["kind"], whose(job), job["mixer"], job.get("batch", ""))).strip()
 
 
 def shown(row):
@@ -215,7 +221,7 @@ def measure(options, record, copy):
             ahead = Worker(wanted[number + 1][0][0])  # imports meanwhile
         for job in jobs:
             if time.monotonic() > deadline or worker is None:
-                record.leave(" ".join(str(job[k]) for k in ("kind", "who", "mixer", "batch") if k in job))
+                record.leave(named(job))
                 continue
             worker.ask(job)
             record.add(job, *worker.answer(min(options.row, max(10, deadline - time.monotonic() + 20))))
@@ -239,18 +245,23 @@ def check(options, record, background, job):
     worker.end()
 
 
+def whose(row):
+    """Whose model a row of training or decoding is of, and how it trains."""
+    return row.get("who", "") + ", graph" * row.get("graphed", False)
+
+
 def table(data):
     """The short table: a line a model; ours beside the others of the same mixer."""
     rows = {}
     for r in data["records"]:
         if r["kind"] in ("training", "decoding"):
             what = r["kind"] if r["kind"] == "training" else f"b{r['batch']}"
-            rows.setdefault((r["mixer"], r["who"]), {})[what] = r
+            rows.setdefault((r["mixer"], whose(r)), {})[what] = r
     batches = sorted({r["batch"] for r in data["records"] if r["kind"] == "decoding"})
     heads = "".join(f"{f'b {b}, ms':>10}{'x floor':>9}" for b in batches)
-    lines = [f"{'mixer':20}{'':7}{'M par':>7}{'tokens/s':>10}{'MFU':>7}{'MiB':>9}{'of ours':>9}{heads}"]
+    lines = [f"{'mixer':20}{'':12}{'M par':>7}{'tokens/s':>10}{'MFU':>7}{'MiB':>9}{'of ours':>9}{heads}"]
     for (mixer, who), found in rows.items():
-        line, train = f"{mixer:20}{who:7}", found.get("training")
+        line, train = f"{mixer:20}{who:12}", found.get("training")
         if train is None:
             line += " " * 42
         else:
@@ -273,21 +284,21 @@ def table(data):
 
 def page(data):
     """The table in docs/performance.md: a line a model, then how a GPU follows a CPU, what failed, and what ran."""
-    lines = [
-        "| mixer | whose | M parameters | tokens/s | MFU | peak MiB | ms a token, batch 1 (x floor) | batch 128 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    models = {(r["mixer"], r["who"]): {} for r in data["records"] if r["kind"] in ("training", "decoding")}
+    decoded = any(r["kind"] == "decoding" for r in data["records"])
+    heads = ["mixer", "whose", "M parameters", "tokens/s", "MFU", "peak MiB"]
+    heads += ["ms a token, batch 1 (x floor)", "batch 128"] if decoded else []
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    models = {(r["mixer"], whose(r)): {} for r in data["records"] if r["kind"] in ("training", "decoding")}
     for r in data["records"]:
         if r["kind"] in ("training", "decoding"):
-            models[r["mixer"], r["who"]]["training" if r["kind"] == "training" else r["batch"]] = r
+            models[r["mixer"], whose(r)]["training" if r["kind"] == "training" else r["batch"]] = r
     for (mixer, who), found in models.items():
         train, cells = found.get("training"), []
         if train:
             cells = [f"{train['parameters'] / 1e6:.0f}", f"{train['tokens_per_second']:,.0f}", f"{train['mfu']:.1%}"]
             cells.append(f"{train['peak_mib']:,.0f}")
         cells = cells or ["–"] * 4
-        for batch in (1, 128):
+        for batch in (1, 128) if decoded else ():
             r = found.get(batch)
             how = "" if r is None or r["graph"] else ", no graph"
             cells.append(f"{r['ms_a_token']:.2f} ({r['ms_a_token'] / r['floor_ms']:.2f}{how})" if r else "–")
@@ -335,6 +346,7 @@ def options_of():
     parser.add_argument("--patience", type=float, default=240, help="seconds to wait for it at the end")
     parser.add_argument("--peak", type=float, default=989.0, help="dense bfloat16 TFLOP/s of the GPU")
     parser.add_argument("--compile", action="store_true", help="training through torch.compile")
+    parser.add_argument("--graphed", action="store_true", help="our training also by dsf.models.Graphed")
     parser.add_argument("--seconds", type=float, default=240, help="after which no further row begins")
     parser.add_argument("--row", type=float, default=90, help="seconds after which a row is given up")
     parser.add_argument("--commit", default="")

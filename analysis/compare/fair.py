@@ -190,9 +190,8 @@ def _trial(make: Make, text: Text, setup: Setup, tell: Tell) -> float:
 def _recall(make: Make, setup: Setup, tell: Tell) -> dict[str, float]:
     """Accuracy of a new model trained on the recall task."""
     model = make_model(make, setup)
-    device = model.embedding.weight.device
-    fit(model, lambda generator: recall.loss(model, recall.sequences(generator).to(device)), setup, tell)
-    return recall.accuracy(model, device)
+    fit(model, recall.sequences, partial(recall.loss, model), setup, tell)
+    return recall.accuracy(model, model.embedding.weight.device)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@
 
 from dsf.mixers.models.causal_lm import Block, CausalLM, CausalOutput
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
+from dsf.mixers.models.graphed import Graphed
 from dsf.mixers.models.parts import next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.states import ModelState
@@ -12,6 +13,6 @@ from dsf.mixers.models.swapping import Swapped, load_swapped, swap
 from dsf.mixers.models.weights import decay_groups, undecayed_names
 
 __all__ = [
-    "SIZES", "Block", "CausalLM", "CausalOutput", "ModelConfig", "ModelState", "RotaryAttention", "Swapped",
+    "SIZES", "Block", "CausalLM", "CausalOutput", "Graphed", "ModelConfig", "ModelState", "RotaryAttention", "Swapped",
     "decay_groups", "load_swapped", "next_labels", "sized", "swap", "undecayed_names",
 ]  # fmt: skip

@@ -1,0 +1,162 @@
+"""Training steps of few tokens: forward and backward of a loss as a CUDA graph, which the host issues at once.
+
+The host needs about as long for a step of 2,000 tokens as for one of 30,000. Where the GPU is done before, it waits
+for the next launch; a graph has all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsf.kernels.recent import Recent
+
+EAGER = 2  # calls of a kind before it is captured: they compile kernels, and fill what is remembered
+MOST = 8  # kinds of calls that are captured; each holds the memory of a step
+COUNTED = 64  # kinds whose calls are counted
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, the memory that it reads, and the loss and the gradients that it writes, None where there is none."""
+
+    replay: Callable[[], Any]
+    inputs: Sequence[Tensor]
+    loss: Tensor
+    gradients: Sequence[Tensor | None]
+
+
+class Graphed:
+    """A loss and its gradients, as `loss_of(*tensors).backward()` gives them, from a CUDA graph.
+
+    model: its parameters get gradients in .grad, added to those that are there. loss_of: the model's loss, a tensor of
+    one number, from tensors, which are moved to the model's device first. A call returns the loss, detached. Source:
+    torch's CUDA graphs, https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+
+    The first two calls of a kind run as without a graph, the third is captured: what Python does in loss_of is then as
+    it was in that call. Shapes and dtypes of the tensors, autocast, the modes of all modules and which parameters want
+    gradients make a kind. Where parameters have moved, everything is captured anew. Without a graph run: kinds beyond
+    the first eight, calls on a CPU or in one of several processes, models on several devices and parameters with hooks.
+    So does, with a warning, what CUDA refuses to capture, as where the host waits for a result.
+
+    Gradients lie in memory that the next call overwrites: copy those that are to be kept. A graph keeps the memory of a
+    whole step.
+    """
+
+    def __init__(self, model: nn.Module, loss_of: Callable[..., Tensor]):
+        self.model, self.loss_of = model, loss_of
+        self.graphs: dict[Hashable, Captured | None] = {}  # None: CUDA refused
+        self._calls: Recent[int] = Recent(COUNTED)
+        self._places: Sequence[int] = ()
+        self._pool: Any = None
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """The loss; its gradients are added to the parameters' .grad."""
+        parameters = list(self.model.parameters())
+        device = parameters[0].device
+        tensors = tuple(x.to(device, non_blocking=True) for x in tensors)
+        captured = self._captured(parameters, tensors) if capturable(parameters, device) else None
+        return self._eager(tensors) if captured is None else self._replay(captured, parameters, tensors)
+
+    def _captured(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Captured | None:
+        """The graph of a call, or None where there is none yet."""
+        places = [p.data_ptr() for p in parameters]
+        if places != self._places:
+            self._places = places
+            self.graphs.clear()
+            self._calls.clear()
+        kind = (
+            tuple((x.shape, x.dtype) for x in tensors),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            tuple(m.training for m in self.model.modules()),
+            tuple(p.requires_grad for p in parameters),
+        )
+        if kind not in self.graphs:
+            calls = (self._calls.get(kind) or 0) + 1
+            self._calls.put(kind, calls)
+            if calls <= EAGER or len(self.graphs) == MOST:
+                return None
+            self.graphs[kind] = self._capture(parameters, tensors)
+        return self.graphs[kind]
+
+    def _eager(self, tensors: Sequence[Tensor]) -> Tensor:
+        loss = self.loss_of(*tensors)
+        loss.backward()
+        return loss.detach()
+
+    def _capture(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Captured | None:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.clear_autocast_cache()  # a weight's copy from an earlier call would stay as it is
+        try:
+            return capture(self.loss_of, parameters, tensors, self._pool)
+        except RuntimeError as error:
+            recover(parameters[0].device)
+            first = str(error).strip().partition("\n")[0]
+            warnings.warn(f"a training step goes on without a CUDA graph, which refuses it: {first}", stacklevel=4)
+            return None
+        finally:
+            torch.clear_autocast_cache()  # nor may later calls take one from the graph
+
+    def _replay(self, captured: Captured, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Tensor:
+        # a graph may overwrite its own gradients and those of another
+        lent = {id(g) for c in self.graphs.values() if c is not None for g in c.gradients if g is not None}
+        before = [g.clone() if g is not None and id(g) in lent else g for g in (p.grad for p in parameters)]
+        for own, given in zip(captured.inputs, tensors, strict=True):
+            own.copy_(given)
+        captured.replay()
+        for p, g, new in zip(parameters, before, captured.gradients, strict=True):
+            p.grad = new if g is None else g if new is None else g.add_(new)
+        return captured.loss.clone()
+
+
+def capturable(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether a graph can stand for a step with these parameters, the first of which is on this device."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if shared and torch.distributed.get_world_size() > 1:
+        return False
+    return all(p.device == device and not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters)
+
+
+def capture(
+    loss_of: Callable[..., Tensor], parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], pool: Any
+) -> Captured:
+    """A graph of loss_of(*tensors) and its gradients. Nothing is computed yet."""
+    inputs, graph = tuple(x.clone() for x in tensors), torch.cuda.CUDAGraph()
+    # other threads may go on meanwhile
+    with torch.cuda.device(parameters[0].device), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+        loss = loss_of(*inputs)
+        gradients = gradients_of(loss, parameters)
+    return Captured(graph.replay, inputs, loss.detach(), gradients)
+
+
+def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """What `loss.backward()` would leave in .grad, each in memory of its own, which may be written over.
+
+    Not by that: the nodes that add to .grad run on the stream of the call that made them, which may be an earlier one.
+    """
+    wanted = [p for p in parameters if p.requires_grad]
+    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    gradients, seen = [], set()
+    for p in parameters:
+        g = next(found) if p.requires_grad else None
+        if g is not None:
+            place = g.untyped_storage().data_ptr()
+            if place in seen or g.stride() != p.stride():  # shared with another's, or one number for many
+                g = torch.empty_like(p).copy_(g)
+            seen.add(place)
+        gradients.append(g)
+    return gradients
+
+
+def recover(device: torch.device) -> None:
+    """Make random numbers work again after a capture that failed, and that they take for one that goes on."""
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros((), device=device)

@@ -1,0 +1,186 @@
+"""Training steps from a CUDA graph (mixers/models/graphed.py), with a graph of a CPU in place of CUDA's."""
+
+import pytest
+import torch
+
+from dsf.mixers.models import graphed
+from dsf.models import CausalLM, Graphed, ModelConfig
+
+
+class Replayed:
+    """What capturing gives, where a replay computes again, with the numbers that Python had at the capture."""
+
+    def __init__(self, loss_of, parameters, tensors, pool):
+        self.loss_of, self.parameters = loss_of, parameters
+        self.inputs = tuple(x.clone() for x in tensors)
+        loss = loss_of(*self.inputs)
+        self.loss, self.gradients = loss.detach(), graphed.gradients_of(loss, parameters)
+        for x in (self.loss, *self.gradients):
+            if x is not None:
+                x.fill_(torch.nan)  # a capture computes nothing
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        loss = self.loss_of(*self.inputs)
+        self.loss.copy_(loss.detach())
+        for own, g in zip(self.gradients, graphed.gradients_of(loss, self.parameters), strict=True):
+            if own is not None:
+                own.copy_(g)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The graphs that were captured."""
+    found = []
+
+    def capture(*given):
+        found.append(Replayed(*given))
+        return found[-1]
+
+    monkeypatch.setattr(graphed, "capture", capture)
+    monkeypatch.setattr(graphed, "capturable", lambda parameters, device: True)
+    monkeypatch.setattr(graphed, "recover", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    return found
+
+
+def pair(**sizes):
+    """(a model, an equal one, its step)."""
+    config = ModelConfig(vocab_size=31, d_model=16, n_layers=1, mixers=["gated_deltanet"], **sizes)
+    torch.manual_seed(0)
+    one, other = CausalLM(config).double(), CausalLM(config).double()
+    other.load_state_dict(one.state_dict())
+    return one, other, Graphed(other, lambda ids: other(ids, labels=ids, return_state=False).loss)
+
+
+def same_gradients(one, other):
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        if p.grad is None:
+            assert q.grad is None, name
+        else:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def drawn(tokens=6, seed=0):
+    return torch.randint(0, 31, (2, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_steps_of_an_optimizer_are_those_without_a_graph(made, to_none):
+    one, other, step = pair()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (one, other)]
+    losses = []
+    for seed in range(7):
+        ids = drawn(seed=seed)
+        loss = one(ids, labels=ids).loss
+        loss.backward()
+        losses.append((loss.detach(), step(ids)))
+        same_gradients(one, other)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    assert [g.replays for g in made] == [5]
+    for expected, found in losses:  # losses that were kept are those of their steps
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+def test_gradients_accumulate_over_calls_of_several_shapes(made):
+    one, other, step = pair()
+    for number in range(12):
+        ids = drawn(6 if number % 3 else 5, number)
+        one(ids, labels=ids).loss.backward()
+        step(ids)
+        same_gradients(one, other)
+    assert [g.replays for g in made] == [6, 2]
+
+
+def test_what_changes_a_step_is_captured_anew(made):
+    one, other, step = pair()
+    for _ in range(4):
+        step(drawn())
+    other.model.embed_tokens.weight.requires_grad_(False)
+    other.zero_grad()
+    for _ in range(3):
+        step(drawn())
+    assert [g.replays for g in made] == [2, 1] and other.model.embed_tokens.weight.grad is None
+    other.eval()
+    for _ in range(3):
+        step(drawn())
+    assert len(made) == 3 == len(step.graphs)
+    other.load_state_dict({k: v.clone() for k, v in one.state_dict().items()}, assign=True)  # at another place
+    other.zero_grad()
+    for _ in range(3):
+        step(drawn())
+    assert len(made) == 4 and len(step.graphs) == 1
+
+
+def test_a_ninth_kind_and_a_call_that_is_refused_go_on_without_a_graph(made, monkeypatch):
+    one, other, step = pair()
+    for tokens in range(2, 12):
+        for _ in range(3):
+            step(drawn(tokens))
+    assert len(made) == graphed.MOST
+
+    def refused(*given):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    one, other, step = pair()
+    monkeypatch.setattr(graphed, "capture", refused)
+    ids = drawn()
+    for number in range(5):
+        one(ids, labels=ids).loss.backward()
+        if number == graphed.EAGER:
+            with pytest.warns(UserWarning, match="operation not permitted when stream is capturing$"):
+                step(ids)
+        else:
+            step(ids)
+        same_gradients(one, other)
+
+
+def test_gradients_that_share_memory_get_memory_of_their_own():
+    class Shared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y, z):
+            return x.sum() + y.sum() + z.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            both = g * torch.arange(12.0).view(2, 2, 3)
+            return both[0], both[1], both[0]
+
+    leaves = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(6)]
+    leaves[4].requires_grad_(False)
+    turned = torch.nn.Parameter(torch.ones(3, 2).t())
+    loss = Shared.apply(*leaves[:3]) + leaves[3].sum() + (turned * torch.arange(6.0).view(2, 3)).sum()
+    found = graphed.gradients_of(loss, [*leaves, turned])
+    first, second = torch.arange(12.0).view(2, 2, 3)
+    expected = [first, second, first, torch.ones(2, 3), None, None, first]
+    for g in found:
+        if g is not None:
+            g += 1  # each its own
+    for g, e in zip(found, expected, strict=True):
+        assert g is None if e is None else torch.equal(g, e + 1)
+    assert found[-1].stride() == turned.stride()
+
+
+def test_a_cpu_takes_its_steps_as_ever():
+    one, other, step = pair()
+    for seed in range(4):
+        ids = drawn(seed=seed)
+        expected = one(ids, labels=ids).loss
+        expected.backward()
+        found = step(ids)
+        assert torch.equal(found, expected.detach()) and not found.requires_grad
+        same_gradients(one, other)
+    assert not step.graphs
+
+
+def test_hooks_are_called(monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert not graphed.capturable([parameter], torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = type("Device", (), {"type": "cuda", "__eq__": lambda self, other: True, "__hash__": object.__hash__})()
+    assert graphed.capturable([parameter], device)
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert not graphed.capturable([parameter], device)
