@@ -173,8 +173,8 @@ def test_rates_reach_the_recurrence_in_float32_under_autocast():
 
 
 WIDE = {  # what CUDA's autocast computes in float32, and a CPU's does not
-    "cumprod", "cumsum", "exp", "expm1", "layer_norm", "log", "log1p", "log_softmax", "norm", "normalize", "pow", "prod",
-    "reciprocal", "rms_norm", "rsqrt", "softmax", "softplus", "sum", "tan",
+    "cumprod", "cumsum", "exp", "expm1", "layer_norm", "log", "log1p", "log_softmax", "norm", "normalize", "pow",
+    "prod", "reciprocal", "rms_norm", "rsqrt", "softmax", "softplus", "sum", "tan",
 }  # fmt: skip
 
 
