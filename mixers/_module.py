@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dsf import Packing, Recurrence
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
-from dsf.call.packing import tensor_of
+from dsf.call.packing import check_row, tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
 from dsf.mixers._conv import ShortConv
@@ -211,7 +211,7 @@ class Mixer(Owner, Divided):
         """`forward` on reversed copies of the tokens, with y reversed back."""
         packed = cu_seqlens is not None
         if cu_seqlens is not None:
-            cu_seqlens = flipped_packing(type(self).__name__, cu_seqlens, x.shape[1] if world is None else None)
+            cu_seqlens = flipped_packing(cu_seqlens)
         if state is not None:
             state = MixerState(*(flipped_rows(part, packed) for part in state))
         tokens = {name: part.flip(1) for name, part in tokens.items()}
@@ -358,6 +358,8 @@ def check_call(
         check_input(layer, x, spread=world is not None)
         if mask is not None:
             check_mask(type(layer).__name__, mask, cu_seqlens)
+        if cu_seqlens is not None:  # of all ranks' tokens where there are ranks
+            check_row(type(layer).__name__, cu_seqlens, x.shape[0], x.shape[1] if world is None else None)
 
     if world is not None:
         from dsf.parallel.agree import agree_layer

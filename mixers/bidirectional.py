@@ -110,5 +110,5 @@ def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world:
 def run_back(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
     """`run_ahead` from the last token to the first."""
     if cu_seqlens is not None:
-        cu_seqlens = flipped_packing(type(way).__name__, cu_seqlens, u.shape[1] if world is None else None)
+        cu_seqlens = flipped_packing(cu_seqlens)
     return run_ahead(way, u.flip(1), cu_seqlens, None if world is None else world.backwards()).flip(1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dsf import Packing, long_convolution
 from dsf.call.backwards import flipped_packing
-from dsf.call.packing import tensor_of
+from dsf.call.packing import check_row, tensor_of
 from dsf.language.errors import FormError, InputError
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import check_mask
@@ -133,8 +133,10 @@ class Hyena(Owner):
             check_mask("Hyena", attention_mask, cu_seqlens)
         if parallel is not None:
             raise InputError(f"Hyena: {self.needs_all_tokens}, so ranks cannot share a sequence (parallel=)")
+        if cu_seqlens is not None:
+            check_row("Hyena", cu_seqlens, x.shape[0], x.shape[1])
         if reverse:
-            bounds = None if cu_seqlens is None else flipped_packing("Hyena", cu_seqlens, x.shape[1])
+            bounds = None if cu_seqlens is None else flipped_packing(cu_seqlens)
             return self(x.flip(1), None, bounds)[0].flip(1), None
         tokens = x.shape[1]
         if tokens > self.filter.l_max and cu_seqlens is None:

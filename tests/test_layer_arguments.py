@@ -9,6 +9,7 @@ import dsf
 from dsf import mixers
 from dsf.mixers import layer_for
 from dsf.mixers.models.rotary import RotaryAttention
+from dsf.models import CausalLM, ModelConfig
 
 NAMES = pytest.mark.parametrize("name", [*(e.name for e in mixers.ZOO), *mixers.LAYERS])
 WITHOUT = ("d_conv", "layer_idx")  # may be 0
@@ -231,3 +232,25 @@ def test_widths_that_are_given_need_not_divide():
     assert mixers.Layer(mixers.gated_deltanet, 1042, N=64, P=64, device="meta").dims == (9, 64, 64)
     assert mixers.Layer(mixers.gated_deltanet, 2048, device="meta").dims == (16, 128, 128)
     assert RotaryAttention(130).dims == (5, 26, 26)  # an even width of a head
+
+
+@NAMES
+def test_boundaries_of_packed_sequences_are_checked_before_a_convolution_reads_them(name):
+    layer, x = make(name), torch.randn(1, 12, 32)
+    wrong = [[0, 5], [0, 12, 20], [0], [0, 7, 5, 12], [[0, 12]]]
+    for given in (*map(torch.tensor, wrong), [0, 5, 12], torch.tensor([0.0, 12.0]), dsf.Packing([0, 5])):
+        for more in ({}, {"reverse": True}):
+            if more and "reverse" not in inspect.signature(layer.forward).parameters:
+                continue
+            with pytest.raises(dsf.InputError, match="cu_seqlens must "):
+                layer(x, cu_seqlens=given, **more)
+    with pytest.raises(dsf.InputError, match="expected B = 1, got B = 2"):
+        layer(x.view(2, 6, 32), cu_seqlens=torch.tensor([0, 6]))
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "softmax_attention"])
+def test_a_model_checks_boundaries_of_packed_sequences(mixer):
+    model = CausalLM(ModelConfig(vocab_size=16, d_model=32, n_layers=1, n_heads=2, mixers=[mixer]))
+    for given in (*map(torch.tensor, ([0, 5], [0, 12, 20], [0], [[0, 12]])), [0, 5, 12]):
+        with pytest.raises(dsf.InputError, match="cu_seqlens must "):
+            model(torch.zeros(1, 12, dtype=torch.long), cu_seqlens=given)

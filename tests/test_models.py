@@ -125,7 +125,7 @@ def test_bad_inputs_are_named():
         model(torch.zeros(2, 0, dtype=torch.long))
     with pytest.raises(dsf.InputError, match="labels"):
         model(ids_of(), labels=ids_of(2, 3))
-    with pytest.raises(dsf.InputError, match="packed sequences lie in one row"):
+    with pytest.raises(dsf.InputError, match="packs sequences into one row"):
         model(ids_of(), cu_seqlens=torch.tensor([0, 11, 22]))
 
 

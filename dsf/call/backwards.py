@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, Sizes
 from dsf.call.cost import io_bytes
-from dsf.call.packing import Packing, check_bounds, check_once
+from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.kernels.attention import KVCache
 from dsf.language.errors import InputError
@@ -46,15 +46,8 @@ def flipped_bounds(bounds: list[int] | Tensor) -> list[int] | Tensor:
     return [bounds[-1] - place for place in reversed(bounds)]
 
 
-def flipped_packing(name: str, cu_seqlens: Tensor | Packing, tokens: int | None) -> Tensor | Packing:
-    """`flipped_bounds` for layers, also of a Packing. tokens: length of the row, None if it is not known here.
-
-    Raises InputError for boundaries that do not end with it or decrease.
-    """
-    if tokens is not None and isinstance(cu_seqlens, Packing):
-        check_bounds(name, cu_seqlens.bounds, tokens)
-    elif tokens is not None and isinstance(cu_seqlens, Tensor):
-        check_once(name, cu_seqlens, tokens)
+def flipped_packing(cu_seqlens: Tensor | Packing) -> Tensor | Packing:
+    """`flipped_bounds`, also of a Packing."""
     return cu_seqlens.backwards if isinstance(cu_seqlens, Packing) else flipped_bounds(cu_seqlens)
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.call.packing import INTEGERS, Packing
 from dsf.kernels.attention import KVCache, is_appended
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
@@ -297,17 +296,6 @@ def cached_heads(spec: Spec, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, 
     bias = [decay] if term.gain is None else [decay, term.gain]
     keys = sizes.heads_of(term.key, angle), sizes.heads_of(term.value)
     return keys, (sizes.heads_of(*bias) if decays(spec) else 0, sizes.heads_of(angle) if angle is not const(0) else 0)
-
-
-def check_packing(spec: Spec, cu_seqlens: Any, sizes: Sizes) -> None:
-    """Check of cu_seqlens that need not wait for the GPU. Raises InputError."""
-    tensor = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype in INTEGERS
-    if not tensor and not isinstance(cu_seqlens, Packing):
-        raise InputError(
-            f"{spec.name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
-        )
-    if sizes.batch != 1:
-        raise InputError(f"{spec.name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {sizes.batch}")
 
 
 def environment(

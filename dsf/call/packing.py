@@ -100,6 +100,22 @@ def check_bounds(name: str, bounds: Sequence[int], tokens: int) -> None:
         raise InputError(f"{name}: cu_seqlens must not decrease, got {shown}")
 
 
+def check_row(name: str, cu_seqlens: Any, rows: int, tokens: int | None = None) -> None:
+    """Raise InputError for what no packed row of a batch of `rows` has. tokens: its length, None to look at no values,
+    which may have to wait for the GPU."""
+    tensor = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype in INTEGERS
+    if not tensor and not isinstance(cu_seqlens, Packing):
+        raise InputError(
+            f"{name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
+        )
+    if rows != 1:
+        raise InputError(f"{name}: cu_seqlens packs sequences into one row, expected B = 1, got B = {rows}")
+    if tokens is not None and isinstance(cu_seqlens, Packing):
+        check_bounds(name, cu_seqlens.bounds, tokens)
+    elif tokens is not None:
+        check_once(name, cu_seqlens, tokens)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences of similar length as a padded batch.
@@ -144,7 +160,7 @@ def values(cu_seqlens: Tensor | Packing) -> list[int]:
 
 
 def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
-    """check_bounds for a tensor that kernels read on the GPU; repeated only after a write that torch has recorded.
+    """check_bounds for a tensor that is read on its device; repeated only after a write that torch has recorded.
 
     Only the error depends on the values that were read, no result does.
     """

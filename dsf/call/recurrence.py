@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsf.call import backwards, decode, guard, packing
 from dsf.call.attention import run_attention
-from dsf.call.bind import Bound, Sizes, bind, check_cache, check_packing, check_state, state_keys
+from dsf.call.bind import Bound, Sizes, bind, check_cache, check_state, state_keys
 from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.convolution import run_convolution
 from dsf.call.cost import CONVOLUTION
@@ -188,7 +188,7 @@ class Recurrence:
 
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor on the inputs' device for kernels that read them there, else numbers."""
-        check_packing(self.spec, cu_seqlens, bound.sizes)
+        packing.check_row(self.name, cu_seqlens, bound.sizes.batch)
         inner, tokens = self.spec.inner, bound.sizes.tokens
         on_device = plan.backend == "triton" and gpu.packs_on_device(inner, bound.sizes, bound.dtype, plan.scan)
         if on_device or (plan.scan and gpu.packs(inner)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsf.call import packing
-from dsf.call.bind import INTEGERS
+from dsf.call.packing import INTEGERS
 from dsf.language.errors import InputError
 
 LAYOUTS = ("contiguous", "headtail")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsf import Packing
+from dsf.call.packing import check_row
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers._beside import handing, product_of
@@ -322,8 +323,8 @@ class CausalLM(nn.Module):
             raise InputError("ids has no tokens")
         if labels is not None and labels.shape != ids.shape:
             raise InputError(f"labels: expected the shape of ids, {tuple(ids.shape)}, got {tuple(labels.shape)}")
-        if cu_seqlens is not None and ids.shape[0] != 1:
-            raise InputError(f"cu_seqlens: packed sequences lie in one row, got {ids.shape[0]} rows of ids")
+        if cu_seqlens is not None:
+            check_row(type(self).__name__, cu_seqlens, ids.shape[0])
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
