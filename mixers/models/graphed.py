@@ -42,7 +42,8 @@ class Graphed:
     it was in that call. Shapes and dtypes of the tensors, autocast, the modes of all modules and which parameters want
     gradients make a kind. Where parameters have moved, everything is captured anew. Without a graph run: kinds beyond
     the first eight, calls on a CPU or in one of several processes, models on several devices and parameters with hooks.
-    So does, with a warning, what CUDA refuses to capture, as where the host waits for a result.
+    So does, with a warning, what CUDA refuses to capture: a loss_of in which the host waits for a result, and the first
+    capture while a result of another call still has its graph.
 
     Gradients lie in memory that the next call overwrites: copy those that are to be kept. A graph keeps the memory of a
     whole step.
@@ -92,8 +93,11 @@ class Graphed:
     def _capture(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Captured | None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.clear_autocast_cache()  # a weight's copy from an earlier call would stay as it is
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
         try:
-            return capture(self.loss_of, parameters, tensors, self._pool)
+            return capture(self._eager, parameters, tensors, self._pool)
         except RuntimeError as error:
             recover(parameters[0].device)
             first = str(error).strip().partition("\n")[0]
@@ -101,6 +105,8 @@ class Graphed:
             return None
         finally:
             torch.clear_autocast_cache()  # nor may later calls take one from the graph
+            for p, g in zip(parameters, before, strict=True):
+                p.grad = g
 
     def _replay(self, captured: Captured, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Tensor:
         # a graph may overwrite its own gradients and those of another
@@ -125,34 +131,14 @@ def capturable(parameters: Sequence[nn.Parameter], device: torch.device) -> bool
 
 
 def capture(
-    loss_of: Callable[..., Tensor], parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], pool: Any
+    step: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], pool: Any
 ) -> Captured:
-    """A graph of loss_of(*tensors) and its gradients. Nothing is computed yet."""
+    """A graph of step(tensors), which returns a loss and makes the parameters' gradients. Nothing is computed yet."""
     inputs, graph = tuple(x.clone() for x in tensors), torch.cuda.CUDAGraph()
     # other threads may go on meanwhile
     with torch.cuda.device(parameters[0].device), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-        loss = loss_of(*inputs)
-        gradients = gradients_of(loss, parameters)
-    return Captured(graph.replay, inputs, loss.detach(), gradients)
-
-
-def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """What `loss.backward()` would leave in .grad, each in memory of its own, which may be written over.
-
-    Not by that: the nodes that add to .grad run on the stream of the call that made them, which may be an earlier one.
-    """
-    wanted = [p for p in parameters if p.requires_grad]
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-    gradients, seen = [], set()
-    for p in parameters:
-        g = next(found) if p.requires_grad else None
-        if g is not None:
-            place = g.untyped_storage().data_ptr()
-            if place in seen or g.stride() != p.stride():  # shared with another's, or one number for many
-                g = torch.empty_like(p).copy_(g)
-            seen.add(place)
-        gradients.append(g)
-    return gradients
+        loss = step(inputs)
+    return Captured(graph.replay, inputs, loss, [p.grad for p in parameters])
 
 
 def recover(device: torch.device) -> None:
