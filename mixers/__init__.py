@@ -43,7 +43,7 @@ from dsf.mixers.layer import Layer
 from dsf.mixers.linear_attention import LinearAttention, linear_attention, unnormalized_linear_attention
 from dsf.mixers.longhorn import Longhorn, longhorn, longhorn_exact
 from dsf.mixers.lru import LRU, lru
-from dsf.mixers.mamba3 import Mamba3, mamba3, mamba3_mimo_of
+from dsf.mixers.mamba3 import Mamba3, mamba3, mamba3_mimo, mamba3_mimo_of
 from dsf.mixers.mesanet import MesaNet, mesanet
 from dsf.mixers.mingru import MinGRU, mingru
 from dsf.mixers.mlstm import MLSTM, mlstm
@@ -141,6 +141,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(s6_negative, _variant(S6, negative=True)),
     Entry(ssd, SSD),
     Entry(mamba3, Mamba3),
+    Entry(mamba3_mimo, _variant(Mamba3, is_mimo=True)),
     Entry(qlstm, QLSTM),
     Entry(modified_qlstm, _variant(QLSTM, modified=True)),
     Entry(rg_lru, RGLRU),
@@ -353,6 +354,7 @@ __all__ = [
     "longhorn_exact",
     "lru",
     "mamba3",
+    "mamba3_mimo",
     "mamba3_mimo_of",
     "mesanet",
     "mingru",

@@ -108,16 +108,20 @@ class MambaBlock(Mixer):
 
 
 def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:
-    """The sections x, b, c, ... of `layer.split`; a rank gets whole groups, or a part of a single group."""
-    heads, p, groups, n, *_ = layer.split
+    """The sections x, b, c, ... of `layer.split`; a rank gets whole groups, or a part of a single group.
+
+    A group has one b, c, ... a token, or several, each of which is a section.
+    """
+    heads, p, rows, n, *_ = layer.split
+    groups, keys = layer.n_groups, len(layer.split) // 2 - 1
+    each = rows // groups
     if groups == 1 and to.ranks > 1:
         to.count(d_state=n)
-        keys = (len(layer.split) - 2) // 2
-        to.set(split=(to.share(heads), p, *(1, to.share(n)) * keys))
-        return heads * p, *[n] * keys
-    to.count(n_groups=groups)
-    to.set(n_groups=to.share(groups))
-    return to.heads("split")
+        to.set(split=(to.share(heads), p, *(each, to.share(n)) * keys))
+    else:
+        to.count(n_groups=groups)
+        to.set(n_groups=to.share(groups), split=(to.share(heads), p, *(each * to.share(groups), n) * keys))
+    return heads * p, *[groups * n] * (keys * each)
 
 
 def whole_group(layer: Any, *keys: Tensor) -> tuple[Tensor, ...]:

@@ -50,7 +50,7 @@ def assert_alone(recurrence, given, state, bad, **how):
     turns = recurrence.spec.frame is not None and recurrence.spec.frame.angles is not None
     turns = turns and how.get("form") != "naive"  # which sums each sequence alone
     for name, x in expected.items():
-        least = 100 * torch.finfo(x.dtype).eps if turns else 0.0
+        least = 50 * len(recurrence.spec.system.micro_steps) * torch.finfo(x.dtype).eps if turns else 0.0
         assert torch.isfinite(x).all(), name
         torch.testing.assert_close(found[name], x, rtol=least, atol=least, msg=lambda m, name=name: f"{name}: {m}")
 

@@ -34,6 +34,8 @@ LAYERS = {
     "ssd, bare": partial(M.SSD, headdim=8, d_state=16, bare=True),
     "mamba3": partial(M.Mamba3, headdim=8, d_state=16, rope_fraction=1.0),
     "mamba3, groups": partial(M.Mamba3, headdim=8, d_state=16, n_groups=4, is_outproj_norm=True),
+    "mamba3_mimo": partial(M.Mamba3, headdim=8, d_state=16, is_mimo=True, mimo_rank=3),
+    "mamba3_mimo, groups": partial(M.Mamba3, headdim=8, d_state=16, n_groups=4, is_mimo=True, mimo_rank=2),
     "s6, bare": partial(M.S6, bare=True),
     "gla, convolved": partial(M.GLA, d_conv=4, bias=True),
     "hgrn, convolved": partial(M.HGRN, d_conv=4, bias=True),

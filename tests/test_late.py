@@ -5,10 +5,10 @@ import torch
 from test_turns import sample
 
 import dsf
-from dsf import I, Key, Scalar, System, Value, compose, diag, outer, prev, sigmoid, turn
+from dsf import I, Key, Pair, Scalar, Steps, System, Value, compose, diag, outer, prev, sigmoid, turn
 from dsf.call.frame import frame_for
 from dsf.language.late import late
-from dsf.mixers import mamba3, mamba3_mimo_of
+from dsf.mixers import mamba3
 from dsf.mixers.mamba3 import mamba3_biased
 
 
@@ -40,7 +40,15 @@ def of_a_sum(q: Key, k: Key, l: Key, v: Value, a: Scalar, w: Scalar) -> System:
     return compose(System(A=I, B=w * prev((k + l) * v)), System(A=sigmoid(a), B=(k + l) * v, C=q))
 
 
-MOVED = [plain, by_key, elementwise, turned_by_one, of_a_sum, mamba3, mamba3_biased, mamba3_mimo_of(2)]
+@dsf.recurrence
+def two_products(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], a: Scalar, t: Pair, w: Scalar) -> System:
+    pairs = list(zip(k, v, strict=True))
+    before = [System(A=I, B=prev(b * x) * w) for b, x in pairs]
+    first, second = [b * ((1 - w) * x) for b, x in pairs]
+    return compose(*before, System(A=sigmoid(a) * turn(t), B=first), System(A=I, B=second, C=q))
+
+
+MOVED = [plain, by_key, elementwise, turned_by_one, of_a_sum, mamba3, mamba3_biased, two_products]
 EVERY = pytest.mark.parametrize("r", MOVED, ids=lambda r: r.name)
 
 

@@ -19,6 +19,7 @@ FINITE = [r for r in ALL if not r.spec.is_softmax]
 EVERY = pytest.mark.parametrize("r", ALL, ids=lambda r: r.name)
 UNDRIVEN = (
     mixers.mamba3,
+    mixers.mamba3_mimo,
     mixers.s5,
     mixers.lru,
     mixers.h3,
