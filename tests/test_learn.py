@@ -76,6 +76,26 @@ LOSSES = {
         lambda k, l, v, x, w, a: 0.5 * norm2(S.T @ k - 2 * (S.T @ l) - v + x),
         lambda M, k, l, v, x, w, a: 0.5 * (M.T @ k - 2 * M.T @ l - v + x).square().sum(),
     ),
+    "a prediction scaled": (
+        lambda k, l, v, x, w, a: 0.5 * norm2(a * (S.T @ k) - v),
+        lambda M, k, l, v, x, w, a: 0.5 * (a * (M.T @ k) - v).square().sum(),
+    ),
+    "a prediction scaled by channel": (
+        lambda k, l, v, x, w, a: 0.5 * norm2(sigmoid(w) * (S.T @ k) - v),
+        lambda M, k, l, v, x, w, a: 0.5 * (w.sigmoid() * (M.T @ k) - v).square().sum(),
+    ),
+    "two targets of one key, and a write": (
+        lambda k, l, v, x, w, a: square(k, v) + sigmoid(a) * norm2(S.T @ k - x) - inner(S.T @ k, w),
+        lambda M, k, l, v, x, w, a: (
+            0.5 * (M.T @ k - v).square().sum() + a.sigmoid() * (M.T @ k - x).square().sum() - ((M.T @ k) * w).sum()
+        ),
+    ),
+    "a write of its own weight": (
+        lambda k, l, v, x, w, a: norm2((S.T @ k - v) / (1 + sigmoid(a))) - 0.3 * inner(S.T @ k, x),
+        lambda M, k, l, v, x, w, a: (
+            ((M.T @ k - v) / (1 + a.sigmoid())).square().sum() - 0.3 * ((M.T @ k) * x).sum()
+        ),
+    ),
     "a write": (lambda k, l, v, x, w, a: -inner(S.T @ k, v), lambda M, k, l, v, x, w, a: -((M.T @ k) * v).sum()),
 }  # fmt: skip
 # Steps without a closed form, and the words that say it.

@@ -182,9 +182,12 @@ class _Step:
             )
         turned = g * dot(key, key)
         a = I - _scaled(g * phi1(-turned), outer(key, key))
-        if self.ridge is const(0):
+        own = self._by_key().get(key, [])
+        if self.ridge is const(0) and len(weights) == 1 and all(p.over(weights[0]) for p in own):
             return a, self.writes(g * phi1(-turned), key, weights)
-        return _scaled(exp(-shrink), a), self._by_flow(key, phi1(-(shrink + turned)))
+        if self.ridge is not const(0):
+            a = _scaled(exp(-shrink), a)
+        return a, self._by_flow(key, phi1(-(shrink + turned)))
 
     def exact(self, C: Any, D: Any, decay: Any, read: Literal["after", "before"], ridge: Any, steps: Any) -> System:
         """The whole System with its two states, G and the H that a readout solves with. Raises TraceError."""
