@@ -179,6 +179,42 @@ def test_states_that_overflow_float32_stay_finite_when_stabilised():
     assert error(y, oracle) < 1e-4
 
 
+def _above_one(n, d, one):
+    return n / dsf.maximum(dsf.abs(d), one)
+
+
+def corrections_apart(q: Key, k: Key, v: Value, a: Key, i: Scalar, b: Scalar):
+    first, last = (I - dsf.sigmoid(b) * dsf.outer(x, x) for x in (dsf.l2norm(a), dsf.l2norm(k)))
+    return System(A=last @ first, B=dsf.exp(i) * k * v, C=q, normalize=_above_one)
+
+
+def a_decay_first(q: Key, k: Key, v: Value, i: Scalar, f: Scalar):
+    write = System(A=I, B=dsf.exp(i) * k * v + q * v, C=q, normalize=_above_one)
+    return dsf.compose(System(A=dsf.sigmoid(f), B=0), write)
+
+
+def entries_of_their_own(q: Key, k: Key, v: Value, f: Key):
+    write = System(A=I, B=dsf.exp(k) * v, C=dsf.exp(q), normalize=dsf.ratio)
+    return dsf.compose(System(A=dsf.sigmoid(f), B=0), write)
+
+
+@pytest.mark.parametrize("declared", [corrections_apart, a_decay_first, entries_of_their_own])
+def test_steps_that_write_nothing_before_the_first_exponential_gain(declared):
+    recurrence = dsf.recurrence(declared)
+    inputs = {n: x.requires_grad_() for n, x in structures.sample(recurrence, T=19).items()}
+
+    def outcome(form):
+        y, state = recurrence(**inputs, form=form, return_state=True)
+        state = recurrence.true_state(state, y.shape[-1])
+        total = y.sin().sum() + state.sin().sum()
+        return [y, state, *torch.autograd.grad(total, list(inputs.values()))]
+
+    expected = outcome("naive")
+    for form in recurrence.forms[1:]:
+        for found, wanted in zip(outcome(form), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("strength", [-1000.0, 0.0, 200.0])
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("axes", [Scalar, Key, Value])

@@ -138,10 +138,16 @@ def _exponents(spec: Spec, values: Evaluator, problem: Problem, after: Tensor) -
     batch, rows, heads, groups, _ = problem.key.shape
     found = []
     for g in range(groups):
-        gains = [row.terms[g].gain if g < len(row.terms) else None for row in spec.rows]
-        own = [values(gain if gain is not None else const(0)) for gain in gains]
-        found.append(stack_rows([x.expand(batch, rows // spec.micro, heads, -1, -1) for x in own]) - after)
+        own = [_gain(values, row, g).expand(batch, rows // spec.micro, heads, -1, -1) for row in spec.rows]
+        found.append(stack_rows(own) - after)
     return list(torch.broadcast_tensors(*found))
+
+
+def _gain(values: Evaluator, row: Row, group: int) -> Tensor:
+    if group >= len(row.terms):  # it writes nothing; before the first write e^(0 - m) would be infinite
+        return values.full(EMPTY)
+    gain = row.terms[group].gain
+    return values(gain if gain is not None else const(0))
 
 
 def _gauged_skip(spec: Spec, values: Evaluator, layout: Columns, level: Tensor) -> Tensor | None:
