@@ -6,12 +6,14 @@ from interpreted import interpreted
 from matrix_family import UNSEEN
 from mixer_inputs import sample
 from step_family import FRAMED, assert_same, decode, tokens_of
+from structures import normalised, normalised_product, stabilised_delta
 
 import dsf
 from dsf import Key, System, Value, exp, mixers
 from dsf.triton.print_step import step_refusal
 
 pytestmark = interpreted
+ONE_LEVEL = [normalised, normalised_product, stabilised_delta]  # gains or decays by key, one running maximum a head
 DECODED = [e.recurrence for e in mixers.ZOO if step_refusal(e.recurrence.spec) is None]
 
 
@@ -22,7 +24,7 @@ def channels_forget(q: Key, k: Key, v: Value, g: Value) -> System:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED, channels_forget, *FRAMED], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED, channels_forget, *FRAMED, *ONE_LEVEL], ids=lambda r: r.name)
 def test_token_by_token_is_the_recurrence(recurrence, in_place):
     given = {n: x.float() for n, x in sample(recurrence, tokens=5).items()}
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}

@@ -100,6 +100,8 @@ def _advance(row: Row, ones: Row | None, now: _Moment, pairs: Pairs) -> _Moment:
         level = now.level + maximum(drift if drift is not None else log(absolute(decay)), FLOOR)
         for term in row.terms:
             level = maximum(level, term.gain if term.gain is not None else 0.0)
+        if KEY in level.axes:  # y and corrections sum over entries, which therefore share one level
+            level = _max_key(level)
         moved = exp(now.level - level)
     state = _apply(row, row, pairs.turned(now.state, row.normal.angle), level, moved)
     column = None
@@ -130,7 +132,7 @@ def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | Non
 def _roots(spec: Spec, frame: Frame | None, pairs: Pairs) -> list[tuple[Expr, Expr | None]]:
     """The expressions that one step stores, each with the part of the state that it is the new value of; y has None."""
     ones, stabilised = spec.ones, spec.is_stabilised
-    top = Expr("max_key", (LEVEL,), (), frozenset()) if stabilised else None
+    top = _max_key(LEVEL) if stabilised else None
     scale = exp(LEVEL - top) if top is not None else UNIT
     now = first = _Moment(STATE * scale, COLUMN * scale if ones is not None else None, top)
     for i, row in enumerate(spec.rows):
@@ -150,6 +152,10 @@ def _roots(spec: Spec, frame: Frame | None, pairs: Pairs) -> list[tuple[Expr, Ex
     for leaf in () if frame is None else frame.leaves:
         roots += zip((leaf.source, *leaf.nodes), leaf.nodes, strict=False)
     return [(pairs.own(x), part) for x, part in roots]
+
+
+def _max_key(x: Expr) -> Expr:
+    return Expr("max_key", (x,), (), frozenset())
 
 
 def _in_lanes(x: Expr) -> Expr:
