@@ -63,10 +63,11 @@ class KVCache(NamedTuple):
         return sum(x.numel() for x in (self.k, self.v, self.bias, self.angle) if x is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVCache:
-        """`change` applied to every floating point tensor; lengths stay."""
+        """`change` applied to every floating point tensor, in their order; lengths stay."""
         k, v, lengths, bias, angle, filled = self
+        k, v = change(k), change(v)
         bias, angle = (None if x is None else change(x) for x in (bias, angle))
-        return KVCache(change(k), change(v), lengths, bias, angle, filled)
+        return KVCache(k, v, lengths, bias, angle, filled)
 
     def rows(self, chosen: Tensor) -> KVCache:
         """Some rows, by their numbers."""

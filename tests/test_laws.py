@@ -28,6 +28,7 @@ from dsf import (
     l2norm,
     logsigmoid,
     maximum,
+    mixers,
     outer,
     ratio,
     sigmoid,
@@ -291,6 +292,11 @@ def test_a_sequence_in_pieces_or_packed_is_the_whole(r):
 @ALL
 def test_gradients_are_finite_differences(r):
     holds(r, "gradcheck", Example(tokens=2, heads=2, n=2, p=2, initial=True, seed=5))
+
+
+@pytest.mark.parametrize("r", [mixers.fox, mixers.alibi], ids=lambda r: r.name)
+def test_gradients_of_caches_with_a_bias_are_finite_differences(r):
+    holds(r, "gradcheck", Example(tokens=2, heads=2, n=2, p=3, initial=True, seed=5))
 
 
 # ---- extremes ----------------------------------------------------------------------------------------------------
