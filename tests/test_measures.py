@@ -155,6 +155,26 @@ def test_phi_times_the_input_is_the_output(r):
     torch.testing.assert_close(m.output(r.trajectory(**inputs)), r(**inputs, form="naive"), **CLOSE)
 
 
+def _above_one(n, d, one):
+    return n / dsf.maximum(dsf.abs(d), one)
+
+
+def turned_gains(q: Key, k: Key, v: Value, i: Scalar, f: Scalar, t: Scalar):
+    return System(A=dsf.sigmoid(f) * dsf.turn(t), B=dsf.exp(i) * k * v, C=q, normalize=_above_one)
+
+
+def quarter_turns(q: Key, k: Key, v: Value, i: Scalar):
+    """Its diagonal is nearly zero, and the gains vanish."""
+    return System(A=dsf.turn(math.pi / 2), B=dsf.exp(-400 * dsf.abs(i)) * k * v, C=q, normalize=_above_one)
+
+
+@pytest.mark.parametrize("declared", [turned_gains, quarter_turns])
+def test_phi_of_declarations_in_no_library(declared):
+    r = dsf.recurrence(declared)
+    inputs = structures.sample(r, T=24)
+    torch.testing.assert_close(m.output(r.trajectory(**inputs)), r(**inputs, form="naive"), **CLOSE)
+
+
 def test_phi_does_not_apply_to_an_input_where_none_drives_the_system():
     for r in UNDRIVEN:
         with pytest.raises(InputError, match=f"{r.name}: the system has no single driving input"):

@@ -53,11 +53,14 @@ def stabilise(
     m after the last row).
     """
     first, start = initial_maximum(layout, gain, state)
-    before, after = running_maximum(spec, problem.decay, problem.log, layout, gain, first)
+    size = problem.decay if problem.cross is None else torch.hypot(problem.decay, problem.cross)  # without the turn
+    before, after = running_maximum(spec, size, problem.log, layout, gain, first)
     widened = [tiled(m, layout) for m in (before, after)]
     moved = widened[0] - widened[1]
     decay = problem.decay + moved if problem.log else problem.decay * moved.exp()
     changes: dict[str, Tensor | None] = {"decay": decay}
+    if problem.cross is not None:
+        changes["cross"] = problem.cross * moved.exp()
     changes |= _gauged_corrections(spec, problem, moved)
     changes |= _gauged_injection(spec, values, problem, layout, after)
     micro = spec.micro
