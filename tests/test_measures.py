@@ -168,7 +168,11 @@ def quarter_turns(q: Key, k: Key, v: Value, i: Scalar):
     return System(A=dsf.turn(math.pi / 2), B=dsf.exp(-400 * dsf.abs(i)) * k * v, C=q, normalize=_above_one)
 
 
-@pytest.mark.parametrize("declared", [turned_gains, quarter_turns])
+def some_channels_gated(q: Key, k: Key, l: Key, v: Value, u: Value):
+    return System(A=0.9, B=k * v + l * (v * u), C=q)
+
+
+@pytest.mark.parametrize("declared", [turned_gains, quarter_turns, some_channels_gated])
 def test_phi_of_declarations_in_no_library(declared):
     r = dsf.recurrence(declared)
     inputs = structures.sample(r, T=24)

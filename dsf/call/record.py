@@ -20,7 +20,7 @@ from dsf.language.expr import Expr
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import Lowered, lower, true_state
+from dsf.torch.lower import Lowered, lower, side_by_side, true_state
 from dsf.trajectory import Attention, Trajectory
 
 
@@ -86,7 +86,7 @@ def _unit(found: Drive, values: Evaluator, problem: Problem, shape: tuple[int, i
         assert problem.key is not None
         groups = problem.key.shape[3]
         rows = [
-            torch.stack([_gain(found.gains[r], g, values, shape) for g in range(groups)], dim=3)
+            side_by_side([_gain(found.gains[r], g, values, shape) for g in range(groups)])
             for r in range(len(found.gains))
         ]
         value = torch.stack(torch.broadcast_tensors(*rows), dim=2).flatten(1, 2)
