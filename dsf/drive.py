@@ -75,6 +75,19 @@ def _with(spec: Spec, name: str) -> Drive | None:
     return Drive(tuple(inputs), tuple(gains), tuple(dense), skip)
 
 
+def multiple_of(x: Expr, value: Expr) -> Expr | None:
+    """m with x = m · value, every factor of value a factor of x as written; else None."""
+    for factor, inverse in factors_of(value):
+        if inverse or factor.is_constant:
+            x = x * factor if inverse else x / factor
+            continue
+        divided = _divide(x, factor)
+        if divided is None:
+            return None
+        x = divided
+    return x
+
+
 def _divide(x: Expr, node: Expr) -> Expr | None:
     """x / node where every summand of x has node as a factor exactly once, and nowhere else; else None."""
     total: Expr = const(0)

@@ -26,9 +26,10 @@ class Attention:
 
     seen: bool [B|1, H|1, T, S], True where a query reads a key, or None for plain causal attention (S = T).
     bias: added to the scores, [B|1, H|1, T, S] (ALiBi), or None. sink: [H] score of a key without value, or None.
-    decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T], the rule's factor on a row of weights with
-    sum 1, or None for 1. exponential: False for a window of a finite state, whose weights are scores times e^bias; then
-    share contains the quotient, and log_eta does not apply.
+    decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T, p], the rule's factor on a row of weights
+    with sum 1, or None for 1. exponential: False for a window of a finite state, whose weights are scores times e^bias;
+    then share contains the quotient or C's gate, and log_eta does not apply. skip: [B, H, T, p], D as a factor of the
+    query's own value, the last that it sees, or None.
     """
 
     a: Tensor
@@ -40,23 +41,33 @@ class Attention:
     decay: Tensor | None = None
     share: Tensor | None = None
     exponential: bool = True
+    skip: Tensor | None = None
 
     def matrix(self) -> Tensor:
-        """The attention matrix [B, H, T, S]; rows sum to 1, or to less with a sink."""
+        """The weights [B, H, T, S] without share and skip; rows sum to 1, or to less with a sink."""
         k = spread_heads(self.k, self.a.shape[1])
         if self.exponential:
-            found = attention_matrix(self.a, k, self.seen, self.bias, self.sink)
-        else:
-            found = window_matrix(self.a, k, self.seen, self.bias)
-        return found if self.share is None else found * self.share.unsqueeze(-1)
+            return attention_matrix(self.a, k, self.seen, self.bias, self.sink)
+        return window_matrix(self.a, k, self.seen, self.bias)
+
+    def phi(self) -> Tensor:
+        """Phi [B, H, T, S, p]: what v is multiplied by."""
+        found = self.matrix().unsqueeze(-1)
+        found = found if self.share is None else found * self.share.unsqueeze(3)
+        if self.skip is None:
+            return found
+        assert self.seen is not None
+        own = self.seen.shape[-1] - 1 - self.seen.flip(-1).int().argmax(-1)
+        place = torch.nn.functional.one_hot(own, self.seen.shape[-1]).to(found.dtype)
+        return found + place.unsqueeze(-1) * self.skip.unsqueeze(3)
 
     def log_eta(self) -> Tensor:
-        """log Σ_j exp(score of key j), the logarithm of each row's divisor, [B, H, T]."""
+        """log Σ_j exp(score of key j), the logarithm of each row's divisor, [B, H, T, p]."""
         scores = attention_scores(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias)
         if self.sink is not None:
             own = self.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, own], dim=-1)
-        found = scores.logsumexp(-1)
+        found = scores.logsumexp(-1, keepdim=True)
         return found if self.share is None else found - self.share.log()
 
 
@@ -153,7 +164,7 @@ class Trajectory:
         if self.attention is not None:
             if not self.attention.exponential:
                 return None
-            return self.attention.log_eta().transpose(1, 2).unsqueeze(-1)
+            return self.attention.log_eta().transpose(1, 2)
         if self.gauge is not None:
             return self.gauge.abs().log().unsqueeze(-1)
         if self.spec.rule is None or self.unit is None:
@@ -202,11 +213,11 @@ class Trajectory:
         """Phi [B, H, T, rows, p] with y = Phi · u for the driving input u (DSF eq. 12, D on its diagonal).
 
         Exact for every system, quotients included: with a micro-step per token, Phi[..., i, j, p] is the weight of u_j
-        in y_i. For softmax, the attention matrix [B, H, T, S, 1]. p = 1 where channels agree. Where no input drives
+        in y_i. For softmax, the attention matrix [B, H, T, S, p]. p = 1 where channels agree. Where no input drives
         the system (`drive` is None) Phi refers to the written values and leaves D out, with B's groups as columns.
         """
         if self.attention is not None:
-            return self.attention.matrix().unsqueeze(-1)
+            return self.attention.phi()
         if self.unit is None:
             return weights(self._finite())[0]
         phi = response(self.unit)
@@ -332,13 +343,13 @@ def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
         tokens, places = attention.a.shape[2], k.shape[2]
         seen = torch.ones(1, 1, tokens, places, dtype=torch.bool, device=k.device).tril(places - tokens)
 
-    def at(x: Tensor | None) -> Tensor | None:
-        return None if x is None else cut(x, b, h, t)
+    def at(x: Tensor | None, channel: slice | None = None) -> Tensor | None:
+        return None if x is None else cut(x, b, h, t, channel)
 
-    decay, share = attention.decay, attention.share
+    decay = attention.decay
     return Attention(
         attention.a[b, h, t], k[b, h], v[b, h, :, p], at(seen), at(attention.bias),
         None if attention.sink is None else attention.sink[h],
-        None if decay is None else cut(decay, b, t, h), None if share is None else cut(share, b, h, t),
-        attention.exponential,
+        None if decay is None else cut(decay, b, t, h), at(attention.share, p), attention.exponential,
+        at(attention.skip, p),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import structures
 import torch
 
 import dsf
-from dsf import FormError, I, InputError, Key, Scalar, Steps, System, Value, mixers
+from dsf import FormError, I, InputError, Key, Param, Scalar, Steps, System, Value, mixers
 from dsf.analysis import measures as m
 from dsf.analysis.special_cases import CASES
 
@@ -172,11 +172,44 @@ def some_channels_gated(q: Key, k: Key, l: Key, v: Value, u: Value):
     return System(A=0.9, B=k * v + l * (v * u), C=q)
 
 
-@pytest.mark.parametrize("declared", [turned_gains, quarter_turns, some_channels_gated])
+def window_with_skip(q: Key, k: Key, v: Value, b: Scalar, d: Param[Value]):
+    b = dsf.sigmoid(b)
+    return System(A=0.9, B=k * (b * v), C=q, D=d * b * v - 0.5 * (v * b), window=2)
+
+
+def gated_window(q: Key, k: Key, v: Value, o: Value):
+    return System(A=0.9, B=k * v, C=q * dsf.sigmoid(o), D=v, window=3)
+
+
+def sink_by_channel(q: Key, k: Key, v: Value, s: Param[Value]):
+    weigh, read = dsf.exp_features(k), dsf.exp_features(q)
+    return System(A=I, B=weigh * v, C=read, normalize=lambda n, d, one: n / (d + dsf.exp(s) * one))
+
+
+IN_NO_LIBRARY = [
+    turned_gains, quarter_turns, some_channels_gated, window_with_skip, gated_window, sink_by_channel,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("declared", IN_NO_LIBRARY)
 def test_phi_of_declarations_in_no_library(declared):
     r = dsf.recurrence(declared)
     inputs = structures.sample(r, T=24)
-    torch.testing.assert_close(m.output(r.trajectory(**inputs)), r(**inputs, form="naive"), **CLOSE)
+    t, y = r.trajectory(**inputs), r(**inputs, form="naive")
+    torch.testing.assert_close(m.output(t), y, **CLOSE)
+    part = t.select(batch=slice(1, 2), tokens=slice(0, 9), heads=slice(1, 2), channels=slice(1, 2))
+    torch.testing.assert_close(m.output(part), y[1:, :9, 1:, 1:], **CLOSE)
+
+
+def test_a_skip_that_a_windows_weights_cannot_hold_is_refused():
+    @dsf.recurrence
+    def skips(q: Key, k: Key, v: Value, u: Value):
+        return System(A=0.9, B=k * v, C=q, D=u * dsf.sigmoid(v), window=2)
+
+    with pytest.raises(
+        FormError, match=r"skips: D = u \* sigmoid\(v\) is no multiple of v, the values that the window"
+    ):
+        trajectory(skips)
 
 
 def test_phi_does_not_apply_to_an_input_where_none_drives_the_system():

@@ -15,6 +15,7 @@ from dsf.call.digits import sums_angles
 from dsf.call.operands import Operands, fused_operands, operands, rates, rates_alone
 from dsf.call.plan import Plan
 from dsf.call.run import Timed, timed_inputs
+from dsf.drive import multiple_of
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, append, extend, fused, joined, spread_heads, visible, write_behind
 from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_behind, place_of
@@ -271,7 +272,7 @@ def _may_append(cache: KVCache, k: Tensor, v: Tensor) -> bool:
 
 
 def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:
-    """The fields of dsf.trajectory.Attention, by name. Raises FormError where C has a factor of single channels."""
+    """The fields of dsf.trajectory.Attention, by name. Raises FormError for a D that is no multiple of the values."""
     x = operands(spec, bound, timed)
     s = summed(x, None)
     if spec.is_plain_softmax:
@@ -286,11 +287,23 @@ def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:
         unit = read.total.transpose(1, 2).unsqueeze(-1)
         num = unit if spec.is_softmax else torch.ones_like(unit)
         one = (-read.m).exp().transpose(1, 2).unsqueeze(-1)
-        share = apply_rule(spec, x.values, num, unit, one).squeeze(-1).transpose(1, 2)
-        share = share if spec.is_softmax else share * (-read.m).exp()
+        share = apply_rule(spec, x.values, num, unit, one).transpose(1, 2)
+        share = share if spec.is_softmax else share * (-read.m).exp().unsqueeze(-1)
     elif x.gate is not None:
-        raise FormError(f"{spec.name}: C multiplies channels apart, and a window has no weights by channel")
+        share = x.gate.transpose(1, 2)
     return {
         "a": s.a, "k": s.k, "v": x.v, "seen": seen, "bias": bias, "decay": decay, "share": share,
-        "exponential": spec.is_softmax,
+        "exponential": spec.is_softmax, "skip": None if x.skip is None else _own(spec, x),
     }  # fmt: skip
+
+
+def _own(spec: Spec, x: Operands) -> Tensor:
+    """D as a factor of the token's value [B, H, T, p]."""
+    value = spec.rows[0].terms[0].value
+    found = multiple_of(spec.system.D, value)
+    if found is None:
+        raise FormError(
+            f"{spec.name}: D = {spec.system.D} is no multiple of {value}, the values that the window keeps, so the "
+            "matrix of their weights cannot hold it; leave D out and add it to y"
+        )
+    return x.values(found).squeeze(-2).transpose(1, 2)
