@@ -282,10 +282,10 @@ class Trajectory:
 
     def _finite(self) -> Problem:
         if self.problem is None:
-            raise FormError(
-                f"{self.spec.name}: its features are infinite, so A, B and C are not tensors; use kernel_matrix() "
-                "or .taylor(order) of the recurrence"
-            )
+            why, instead = "a window forgets whole tokens, as no A does", ""
+            if self.spec.is_softmax:
+                why, instead = "its features are infinite", " or .taylor(order) of the recurrence"
+            raise FormError(f"{self.spec.name}: {why}, so A, B and C are not tensors; use kernel_matrix(){instead}")
         return self.problem
 
 

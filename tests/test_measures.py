@@ -405,6 +405,11 @@ def test_bad_requests_say_what_is_wrong():
         m.taylor_error(t, [1])
     with pytest.raises(FormError, match="features are infinite"):
         m.half_life(trajectory(mixers.softmax_attention))
+    for r in (mixers.fox, mixers.alibi):
+        with pytest.raises(FormError, match="features are infinite"):
+            m.gate_strengths(trajectory(r))
+    with pytest.raises(FormError, match=r"a window forgets whole tokens, .* not tensors; use kernel_matrix\(\)$"):
+        m.gate_strengths(trajectory(dsf.recurrence(gated_window)))
     big = {n: torch.rand(1, 2, 1, 300) for n in ("q", "k", "v", "g")}
     with pytest.raises(InputError, match="the limit is N = 256"):
         m.lyapunov_exponents(mixers.kda.trajectory(**big, beta=torch.rand(1, 2, 1)))

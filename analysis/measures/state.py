@@ -61,13 +61,13 @@ class Gates(NamedTuple):
 
 def gate_strengths(trajectory: Trajectory) -> Gates:
     """Strength of decay, erasure and writing of each token. Over micro-steps decay and erase are products, write is
-    a sum.
+    a sum. Raises FormError for attention and windows, which have no state with a size.
     """
+    n = trajectory.state_size[0]  # FormError where A, B and C are not tensors
     a, problem = trajectory.transition, trajectory.problem
-    assert problem is not None  # or there would be no transition
+    assert problem is not None
     micro, tokens, heads = problem.micro, trajectory.tokens, trajectory.heads
     lead = (trajectory.batch, tokens * micro, heads)
-    n = trajectory.state_size[0]
     decay = a.decay if a.cross is None else torch.linalg.det(a.pair_blocks(n)).abs().sqrt().mT
     decay = decay.expand(*lead, *decay.shape[3:])
     kept = torch.ones(lead, dtype=decay.dtype, device=decay.device)
