@@ -143,6 +143,24 @@ def test_steps_are_the_whole(recurrence):
     torch.testing.assert_close(true, want, rtol=1e-9, atol=1e-9)
 
 
+@dsf.recurrence
+def oja(q: Key, k: Key, v: Value, g: Value, b: Scalar):
+    b = dsf.sigmoid(b)
+    return System(A=(I - b * dsf.outer(v, v)) @ dsf.diag(dsf.sigmoid(g)), B=b * k * v, C=q)
+
+
+@pytest.mark.parametrize("recurrence", [*structures.FINITE, oja], ids=lambda r: r.name)
+def test_a_step_may_overwrite_any_final_state(recurrence):
+    inputs = structures.sample(recurrence)
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    token = {n: x[:, 0] if n in timed else x for n, x in inputs.items()}
+    found = [recurrence(**inputs, form=form, return_state=True)[1] for form in recurrence.forms]
+    for state in (*found, recurrence.step(None, **token)[1]):
+        y, after = recurrence.step(state, **token)
+        again, same = recurrence.step(state, **token, in_place=True)
+        assert same is state and torch.equal(again, y) and torch.equal(state, after)
+
+
 @EACH
 def test_gradients_reach_the_initial_state_and_come_through_the_final_one(recurrence):
     inputs = structures.sample(recurrence)

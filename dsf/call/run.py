@@ -54,7 +54,8 @@ def run(
     if reads_apart(spec, plan):
         found = [run(part, bound_of(part, bound), state, plan, final) for part in apart(spec)]
         return sum_reads(found)
-    return _run(spec, bound, timed_inputs(spec, bound), state, None, plan, final, declared)
+    y, last = _run(spec, bound, timed_inputs(spec, bound), state, None, plan, final, declared)
+    return y, last.contiguous() if final else last  # a step overwrites it in place; views keep all tokens' states alive
 
 
 def bound_of(part: Spec, bound: Bound) -> Bound:
