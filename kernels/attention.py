@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsf.kernels import last_tokens
@@ -247,6 +248,9 @@ def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1
 
     a: [B, H, T, N], k, v with heads dividing H -> [B, H, T, P]. seen: as of `softmax_matrix`.
     """
+    if forward_ad._current_level >= 0:  # torch's has no forward-mode derivative
+        k, v = (spread_heads(x, a.shape[1]) for x in (k, v))
+        return softmax_matrix(scale * a, k, seen) @ v
     tokens, places = a.shape[2], k.shape[2]
     stored = seen is not None
     if seen is None and tokens != places:

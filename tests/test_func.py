@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 import dsf
+from dsf import Key, Scalar, System, Value, exp_features, turn
 from dsf.mixers import get
 
 EACH = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)
@@ -29,6 +30,33 @@ def test_directional_derivatives_are_finite_differences(recurrence):
     with forward_ad.dual_level():
         dual = [forward_ad.make_dual(x, d) for x, d in zip(given, along, strict=True)]
         torch.testing.assert_close(forward_ad.unpack_dual(recurrence(*dual)).tangent, slope)
+
+
+@dsf.recurrence
+def rotary(q: Key, k: Key, v: Value, t: Scalar):
+    return System(A=turn(t), B=exp_features(k) * v, C=exp_features(q), normalize=dsf.ratio)
+
+
+@pytest.mark.parametrize("recurrence", [structures.softmax, rotary], ids=lambda r: r.name)
+def test_softmax_of_as_many_keys_as_channels(recurrence):
+    """torch's fused attention takes these on a CPU, and has no forward-mode derivative."""
+    given = list(structures.sample(recurrence, B=1, T=4, N=2, P=2).values())
+    given[1:3] = (x[:, :, :1] for x in given[1:3])  # keys and values are of both heads
+    before = recurrence(*given, return_state=True)[1]
+
+    def outcome(form):
+        def total(*inputs):
+            first, second = (recurrence(*inputs, form=form, initial_state=x) for x in (None, before))
+            return first.sin().sum() + second.cos().sum()
+
+        return total
+
+    places = tuple(range(len(given)))
+    for form in ("auto", "chunk"):
+        for derivative in (torch.func.jacfwd, torch.func.hessian):
+            found, expected = (derivative(outcome(f), argnums=places)(*given) for f in (form, "naive"))
+            for a, b in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+                torch.testing.assert_close(a, b)
 
 
 @EACH
