@@ -405,6 +405,22 @@ def test_pairs_of_micro_steps_and_a_turn_between_them():
         torch.testing.assert_close(between(**x, form=form), naive, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_turn_by_nothing_is_none(n):
+    @dsf.recurrence
+    def still(q: Key, k: Key, v: Value, g: Key):
+        return System(A=turn(-0.0) @ diag(dsf.sigmoid(g)) @ turn(0), B=k * v, C=q)
+
+    x = sample(still, N=n)
+    assert still.spec.structure == "key-diagonal decay"
+    torch.testing.assert_close(still(**x), still(**x, form="naive"), rtol=1e-9, atol=1e-9)
+    with pytest.raises(dsf.TraceError, match=r"cancelled: A = turn\(1\) @ turn\(-1\): its turns add up to 0"):
+
+        @dsf.recurrence
+        def cancelled(q: Key, k: Key, v: Value):
+            return System(A=turn(1) @ turn(-1), B=k * v, C=q)
+
+
 def test_copies_and_compiled_calls_agree():
     import copy
     import pickle

@@ -116,10 +116,12 @@ def turn(theta: Like) -> Operator:
     """The operator that rotates neighbouring pairs of places of the Key axis, (2i, 2i + 1), by theta radians.
 
     (x, y) becomes (x cos θ - y sin θ, x sin θ + y cos θ), so a · turn(θ) has the eigenvalues a e^{±iθ}. theta: an
-    expression without axes, one angle for all pairs, or of Pair inputs, an angle for each pair. Raises TraceError for
-    others.
+    expression without axes, one angle for all pairs, or of Pair inputs, an angle for each pair. turn(0) is I. Raises
+    TraceError for other angles.
     """
     theta = as_expr(theta)
+    if theta is const(0):
+        return I
     if VALUE in theta.axes:
         raise TraceError(f"turn({theta}) turns places of the Key axis; an angle cannot differ by channel")
     if not is_paired(theta):

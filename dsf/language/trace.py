@@ -137,7 +137,9 @@ def _check_frame(spec: Spec) -> None:
         raise TraceError(f"normalize = {spec.rule} has a previous value; prev stands in A, B, C and D")
     if not spec.turns:
         return
-    angle = next(r.normal.angle for r in spec.rows if r.normal.angle is not const(0))
+    angle = next((r.normal.angle for r in spec.rows if r.normal.angle is not const(0)), None)
+    if angle is None:
+        raise TraceError(f"A = {spec.system.A}: its turns add up to 0, which is no turn; leave them out")
     if not spec.state_has_key:
         raise TraceError(
             f"turn({angle}) turns pairs of places of the Key axis, but the state has none: A is no operator on Key; "
