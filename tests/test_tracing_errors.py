@@ -14,6 +14,7 @@ import dsf
 from dsf import (
     I,
     Key,
+    Pair,
     Param,
     Scalar,
     Steps,
@@ -605,6 +606,19 @@ def test_an_odd_number_of_keys_is_refused_with_the_line_that_takes_them_in_pairs
         taken(x, x, x, x[..., 0])
     with pytest.raises(dsf.InputError, match=r"N must be even, got N = 3\n  .*: by_two ="):
         taken.plan(T=4, N=3, P=2)
+
+
+@pytest.mark.parametrize("n, right", [(3, "even, twice N/2"), (4, "twice N/2")])
+def test_keys_that_do_not_fit_an_angle_a_pair_are_refused_with_the_line_of_the_turn(n, right):
+    @dsf.recurrence
+    def angled(q: Key, k: Key, v: Value, t: Pair):
+        by_two = dsf.turn(t)
+        return System(A=by_two, B=k * v, C=q)
+
+    x = torch.randn(1, 2, 1, n)
+    said = rf"`t` has .* N/2 = 1, but `q` has N = {n}; N must be {right}\n  {re.escape(__file__)}:\d+: by_two ="
+    with pytest.raises(dsf.InputError, match=said):
+        angled(x, x, x, x[..., :1])
 
 
 def test_numbers_of_numpy_are_numbers():

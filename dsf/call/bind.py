@@ -14,7 +14,7 @@ from dsf.kernels.attention import KVCache, is_appended
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, symbol_of
-from dsf.language.places import takers
+from dsf.language.places import line_of_pairs
 from dsf.language.spec import Spec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -164,13 +164,15 @@ def _check_pairs(spec: Spec, keys: int, found: Mapping[str, tuple[int, str]]) ->
     if "N/2" in found and 2 * found["N/2"][0] != keys:
         (half, name), (_, owner) = found["N/2"], found["N"]
         raise InputError(
-            f"{spec.name}: `{name}` has an entry for each pair of places, N/2 = {half}, but `{owner}` has N = {keys}"
+            f"{spec.name}: `{name}` has an entry for each pair of places, N/2 = {half}, but `{owner}` has N = {keys}; "
+            f"N must be {'even, ' * (keys % 2)}twice N/2{line_of_pairs(spec)}"
         )
     if spec.in_pairs and keys % 2:
         owner = f", but `{found['N'][1]}` has N = {keys}" if "N" in found else f", got N = {keys}"
         taker = "turn" if spec.turns else "pair"
-        line = f"\n  {takers[spec]}" if spec in takers else ""
-        raise InputError(f"{spec.name}: {taker} takes places of the Key axis in pairs, so N must be even{owner}{line}")
+        raise InputError(
+            f"{spec.name}: {taker} takes places of the Key axis in pairs, so N must be even{owner}{line_of_pairs(spec)}"
+        )
 
 
 def state_keys(spec: Spec, keys: int) -> int:

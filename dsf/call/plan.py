@@ -16,7 +16,7 @@ from dsf.language.errors import FormError, InputError
 from dsf.language.expr import VALUE
 from dsf.language.invariant import invariant, is_invariant
 from dsf.language.late import late
-from dsf.language.places import takers
+from dsf.language.places import line_of_pairs
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
@@ -142,9 +142,9 @@ def make_plan(
     call; InputError for an odd N where key entries are taken in pairs.
     """
     if spec.in_pairs and sizes.keys % 2:
-        line = f"\n  {takers[spec]}" if spec in takers else ""
         raise InputError(
-            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}{line}"
+            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}"
+            f"{line_of_pairs(spec)}"
         )
     if form == CONVOLUTION:
         return _of_convolution(spec, sizes, dtype, form, backend)

@@ -74,3 +74,8 @@ def note(thing: Thing) -> Thing:
     if places is not None:
         places.add(thing, sys._getframe(1))
     return thing
+
+
+def line_of_pairs(spec: Spec) -> str:
+    """The user's line that first takes places in pairs, to follow an error; empty where none is known."""
+    return f"\n  {takers[spec]}" if spec in takers else ""
