@@ -194,7 +194,7 @@ def _checkpointing() -> Iterator[None]:
             yield
         except dcp.CheckpointException as error:  # a BaseException, with what went wrong on each rank
             first, *_ = error.failures.values()
-            if isinstance(first[0], OSError):
+            if isinstance(first[0], OSError | KeyboardInterrupt):  # the latter is Ctrl-C, or SIGTERM
                 raise first[0] from error
             raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
 

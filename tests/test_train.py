@@ -121,6 +121,22 @@ def test_ctrl_c_before_the_first_checkpoint_says_so(folder, monkeypatch):
     assert command(folder, out="other").stderr == "dsf: stopped; nothing was written\n"
 
 
+def test_a_signal_while_a_checkpoint_is_written_ends_the_run_in_words(folder, monkeypatch):
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    write = FileSystemWriter.write_data
+
+    def stopping(self, *args, **kwargs):
+        if "checkpoint-2" in str(self.path):
+            signal.raise_signal(signal.SIGTERM)
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", stopping)
+    stopped = command(folder)
+    assert stopped.stderr == "dsf: stopped; the checkpoint of step 1 is kept, --resume goes on from it\n"
+    assert stopped.exit_code == 128 + signal.SIGTERM and not (folder / "run/checkpoints/checkpoint-2").exists()
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
