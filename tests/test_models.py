@@ -277,6 +277,12 @@ def test_a_configuration_survives_json(tmp_path):
     assert tiny(["mingru"], n_layers=3).layer_mixers == ("mingru",) * 3
 
 
+def test_tuples_among_the_options_survive_json():
+    config = tiny(["ssd"], mixer_options={"ssd": {"headdim": 8, "dt_limit": (0.0, 1.0)}})
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert CausalLM(config).model.layers[0].mixer.recurrence.name == "ssd"
+
+
 def test_mixers_are_kept_by_name(tmp_path: Path):
     assert tiny([dsf.mixers.GatedDeltaNet, dsf.mixers.mingru]).mixers == ("gated_deltanet", "mingru")
     file = tmp_path / "own.py"

@@ -73,7 +73,9 @@ class ModelConfig(BaseModel):
     @field_validator("mixer_options", mode="before")
     @classmethod
     def _options_by_name(cls, given: Any) -> Any:
-        return {mixer_name(mixer): options for mixer, options in given.items()} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        return {mixer_name(mixer): _as_read(options) for mixer, options in given.items()}
 
     @field_serializer("mixers")
     def _as_list(self, mixers: tuple[str, ...]) -> list[str]:
@@ -178,6 +180,13 @@ def sized(size: str, mixers: Any, vocab_size: int = 32000, **fields: Any) -> Mod
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"there is no model size {size!r}; sizes are {', '.join(SIZES)}{hint}")
     return ModelConfig(**{**SIZES[size], "vocab_size": vocab_size, "mixers": mixers, **fields})
+
+
+def _as_read(options: Any) -> Any:
+    """Options as JSON gives them back: tuples become lists, so a configuration equals the one read from its text."""
+    if isinstance(options, dict):
+        return {name: _as_read(value) for name, value in options.items()}
+    return [_as_read(value) for value in options] if isinstance(options, list | tuple) else options
 
 
 def _in_words(error: ValidationError, fields: dict[str, Any]) -> str:
