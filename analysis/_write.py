@@ -1,14 +1,13 @@
-"""Atomic writes: files are first written beside their places, then moved into them."""
+"""Atomic writes, with what a disk refuses in words."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsf.language.errors import DsfError
+from dsf.mixers import _whole
 
 FULL = "No space left", "Disk quota", "File too large", "inline_container"  # the last is torch's archive, cut short
 Left = Callable[[], str]  # what is left when a write fails, in words
@@ -43,16 +42,9 @@ def whole(path: Path, write: Callable[[Path], object], left: Left = untouched) -
 
     Raises DsfError, which names the path, where the disk is full or not writable; an old file then stays unchanged.
     """
-    beside = path.with_name(f".{path.stem}-{os.getpid()}.part{path.suffix}")
     with refusals(path, left, (OSError, RuntimeError)):  # torch.save's are RuntimeErrors
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(beside)
-            beside.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # a file system that is read-only refuses that, too
-                beside.unlink(missing_ok=True)
-            raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _whole.whole_file(path, write)
 
 
 def whole_text(path: Path, text: str, left: Left = untouched) -> None:
@@ -65,13 +57,5 @@ def whole_files(folder: Path, write: Callable[[Path], object], left: Left = unto
 
     Raises DsfError as `whole`; where write fails, all files that were there before stay unchanged.
     """
-    beside = folder / ".part"
     with refusals(folder, left):
-        try:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-            write(beside)
-            for file in sorted(beside.iterdir()):
-                file.replace(folder / file.name)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+        _whole.whole_files(folder, write)

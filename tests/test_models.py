@@ -1,5 +1,6 @@
 """dsf.models in torch alone: the model's law (whole, in pieces, one by one, packed), its configuration, its parts."""
 
+import errno
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -275,6 +276,20 @@ def test_a_configuration_survives_json(tmp_path):
     assert config.layer_mixers == tuple(HYBRID)
     assert CausalLM(config).model.layers[0].mixer.conv1d.kernel_size == (3,)
     assert tiny(["mingru"], n_layers=3).layer_mixers == ("mingru",) * 3
+
+
+def test_a_full_disk_leaves_the_configuration_that_was_there(tmp_path, monkeypatch):
+    path, write = tmp_path / "c.json", Path.write_text
+    before = tiny(HYBRID).to_json(path)
+
+    def full(self, text, **options):
+        write(self, text[:40], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        tiny(HYBRID, d_model=64).to_json(path)
+    assert path.read_text() == before + "\n" and list(tmp_path.iterdir()) == [path]
 
 
 def test_tuples_among_the_options_survive_json():

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 from dsf.language.errors import InputError
 from dsf.mixers import BothWays
 from dsf.mixers._sizes import heads_to_try
+from dsf.mixers._whole import whole_file
 from dsf.mixers.models.names import meant
 from dsf.mixers.models.naming import Named, constructor_of, mixer_name
 
@@ -142,10 +143,10 @@ class ModelConfig(BaseModel):
         return ModelConfig(**{**self.model_dump(), **fields})
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The configuration as JSON text, written to `path` if one is given."""
+        """The configuration as JSON text, written whole to `path` if one is given."""
         text = self.model_dump_json(indent=2)
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            whole_file(Path(path), lambda other: other.write_text(text + "\n", encoding="utf-8"))
         return text
 
     @classmethod
