@@ -1,8 +1,10 @@
 """dsf.models.hf: what transformers asks of a model, and every trap that others fell into."""
 
 import copy
+import errno
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import dsf
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, modeling_utils  # noqa: E402
 
 import dsf.models.hf as hf  # noqa: E402
 from dsf.mixers import SoftmaxAttention  # noqa: E402
@@ -246,6 +248,32 @@ def test_saved_and_loaded_it_is_the_same_model(mixers, tmp_path):
     rates = [n for n in kinds if n.rsplit(".")[-1] in ("A_log", "dt_bias", "D", "Lambda")]
     assert rates and all(kinds[n] == torch.float32 for n in rates)
     assert rough(ids).logits.isfinite().all()
+
+
+def test_a_save_over_another_replaces_all_of_it_or_nothing(tmp_path, monkeypatch):
+    old, new, ids = tiny(["mingru"]).float(), tiny(["mingru"], d_model=48).float(), prompt()
+    old.save_pretrained(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(tensors, path, **_):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_utils, "safe_save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            new.save_pretrained(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    for model, size in ((new, "20KB"), (old, "8KB"), (new, "5GB")):  # of the weights before, none stays to be read
+        model.save_pretrained(str(tmp_path), state_dict=model.state_dict(), max_shard_size=size)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+        assert (tmp_path / "model.safetensors").exists() == (size == "5GB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 and not list(tmp_path.glob(".*"))
+    before = (tmp_path / "model.safetensors").read_bytes()
+    old.save_pretrained(tmp_path, False)  # of a process that is not the first
+    assert json.loads((tmp_path / "config.json").read_text())["d_model"] == 48
+    assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("mixer", ["retnet", "lru", "s5", "alibi"])

@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from dsf import Packing
@@ -32,6 +25,7 @@ from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
 from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
+from dsf.mixers.models.saving import save_over
 from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
@@ -153,6 +147,10 @@ class DsfPreTrainedModel(PreTrainedModel):
         found = super().from_pretrained(*args, **kwargs)
         lay_all(found[0] if isinstance(found, tuple) else found)
         return found
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers'; a save over another replaces its files once all of the new ones are written."""
+        save_over(super().save_pretrained, *args, **kwargs)
 
     def post_init(self) -> None:
         """transformers' `post_init`, the last line of constructors."""

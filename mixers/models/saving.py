@@ -1,0 +1,32 @@
+"""Saving over an earlier save, so that a full disk or a signal leaves one of the two whole."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dsf.mixers._whole import whole_files
+
+
+def save_over(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call a model's save_pretrained; files in its folder are replaced once all of the new ones are written.
+
+    Weights of the earlier save that would be read before the new ones, or with them, are removed. Where ranks write
+    one folder together, and on the way to the hub, files are overwritten as transformers does it, one by one.
+    """
+    given = inspect.signature(save).bind(*args, **kwargs)
+    folder, options = Path(given.arguments["save_directory"]), given.arguments
+    shared = options.get("push_to_hub") or options.get("distributed_checkpoint")
+    if shared or not folder.is_dir() or not any(folder.iterdir()):
+        save(*args, **kwargs)
+        return
+    names = whole_files(folder, lambda other: save(other, *given.args[1:], **given.kwargs))
+    variant = f".{options['variant']}" if options.get("variant") else ""
+    weights = re.compile(rf"model{re.escape(variant)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    if any(weights.fullmatch(name) for name in names):
+        for file in folder.iterdir():
+            if weights.fullmatch(file.name) and file.name not in names:
+                file.unlink()
