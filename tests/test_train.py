@@ -76,6 +76,21 @@ def test_a_run_is_trained_saved_and_opened(folder):
     assert opened.exit_code == 0 and "2 mixers ran as recurrences" in " ".join(opened.output.split())
 
 
+def test_a_run_is_opened_with_its_own_copy_of_the_recurrence(folder, monkeypatch):
+    assert command(folder, steps=1).exit_code == 0
+    ids = torch.arange(24)[None]
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained("run")(ids).logits
+    (folder / "other").mkdir()
+    (folder / "other/own.py").write_text(OWN.replace("sigmoid(a) *", "0.1 * sigmoid(a) *"))
+    monkeypatch.chdir(folder / "other")  # where the run's own.py:forgetful is another
+    opened = dsf.analysis.models.load_model("../run").model
+    assert opened.config.mixers == [f"{folder / 'run/own.py'}:forgetful"]
+    for model in (opened, AutoModelForCausalLM.from_pretrained(folder / "run")):
+        assert torch.equal(model(ids).logits, before)
+
+
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
     assert command(folder, out="whole").exit_code == 0
     from dsf.analysis import trainer

@@ -102,7 +102,7 @@ class DsfConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """The fields in a folder's config.json; files of mixers that are gone are looked for beside it."""
+        """The fields in a folder's config.json; files of mixers beside it come before those at their old places."""
         fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return beside(fields, pretrained_model_name_or_path), rest
 

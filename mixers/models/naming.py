@@ -52,12 +52,15 @@ def _in_file(mixer: Recurrence) -> str:
 
 
 def beside(fields: dict[str, Any], folder: Any) -> dict[str, Any]:
-    """Fields whose mixers are in files that are gone, with the files of the same name in the model's folder."""
+    """Fields whose mixers are in files, with the files of the same names in the model's folder, where it has them.
+
+    Those are what was trained: the files at their old places may have been edited since, or be others.
+    """
 
     def found(mixer: str) -> str:
         path, colon, name = mixer.rpartition(":")
         copy = Path(str(folder)) / Path(path).name
-        return f"{copy.resolve()}:{name}" if colon and not Path(path).is_file() and copy.is_file() else mixer
+        return f"{copy.resolve()}:{name}" if colon and copy.is_file() else mixer
 
     if folder is None or not all(isinstance(m, str) for m in fields.get("mixers", ())):
         return fields
