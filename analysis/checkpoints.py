@@ -37,7 +37,8 @@ def last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path |
         before = dict(json.loads(record.read_text(encoding="utf-8"))["identity"])
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InputError(f"{record} cannot be read as the record of a run: {error}") from error
-    changed = [f for f, digest in identity.get("sources", {}).items() if before.get("sources", {}).get(f) != digest]
+    old_files, files = before.get("sources", {}), identity.get("sources", {})
+    changed = [f for f in {**files, **old_files} if old_files.get(f) != files.get(f)]
     if changed and before.get("model") == identity.get("model"):
         raise InputError(f"--resume: {changed[0]} has changed since the run in {out} began; give another --out")
     for field, value in identity.items():

@@ -27,6 +27,7 @@ from dsf.analysis.records import File, Number, Record, read, schema_field
 from dsf.analysis.report import finite
 from dsf.analysis.text import HELD_OUT, read_text
 from dsf.language.errors import DsfError, InputError
+from dsf.mixers._files import files_of
 from dsf.mixers.models.causal_lm import CausalLM
 from dsf.mixers.models.config import SIZES, ModelConfig, sized
 
@@ -72,7 +73,7 @@ class Run:
 
 class Identity(Record):
     """What must be equal for a checkpoint to fit a run. text, sources: SHA-256 of the text, and of the files of the
-    user's recurrences.
+    user's recurrences, by their places in the run's folder.
     """
 
     model: dict[str, JsonValue]
@@ -192,8 +193,8 @@ def prepare(run: Run, resume: bool) -> Prepared:
         model=config.model_dump(mode="json"), text=hashlib.sha256(data).hexdigest(), steps=run.steps, batch=run.batch,
         seq=run.seq, seed=run.seed, lr=run.lr or RATES[run.size], bf16=run.bf16, tokenizer=run.tokenizer,
     )  # fmt: skip
-    if files := {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in _sources(config)}:
-        identity.sources = files
+    if sources := _sources(config):
+        identity.sources = {place: hashlib.sha256(file.read_bytes()).hexdigest() for place, file in sources.items()}
     generator = torch.Generator().manual_seed(run.seed)
     split = len(tokens) - held
     starts = torch.randint(0, split - run.seq, (run.steps * run.batch,), generator=generator)
@@ -310,16 +311,26 @@ def _record(prepared: Prepared, trainer: Any, seconds: float) -> Trained:
 
 
 def _keep_sources(prepared: Prepared) -> None:
-    """Copy the files of the user's recurrences into the folder, so that what was trained stays readable."""
-    for file in _sources(prepared.config):
-        text, out = file.read_text(encoding="utf-8"), prepared.run.out
-        whole_text(out / file.name, text, partial(kept, out))
+    """Copy the files of the user's recurrences into the folder, so that what was trained can be read and opened."""
+    out = prepared.run.out
+    for place, file in _sources(prepared.config).items():
+        whole_text(out / place, file.read_text(encoding="utf-8"), partial(kept, out))
 
 
-def _sources(config: ModelConfig) -> list[Path]:
-    """The files of the user's recurrences."""
-    named = (mixer.rpartition(":") for mixer in dict.fromkeys(config.mixers))
-    return list(dict.fromkeys(Path(path) for path, colon, _ in named if colon))
+def _sources(config: ModelConfig) -> dict[str, Path]:
+    """The files of the user's recurrences and what they import from their folders: place in the run's folder -> file.
+
+    Raises InputError for two different files with one place.
+    """
+    found: dict[str, Path] = {}
+    for path, colon, _ in (mixer.rpartition(":") for mixer in dict.fromkeys(config.mixers)):
+        for place, file in files_of(Path(path)).items() if colon else ():
+            other = found.setdefault(place, file)
+            if other.read_bytes() != file.read_bytes():
+                raise InputError(
+                    f"{other} and {file} are different files of one name, and the run keeps a copy of both: rename one"
+                )
+    return found
 
 
 def _curve(path: Path, record: Trained, left: Left) -> None:

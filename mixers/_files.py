@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from dsf import Recurrence
 from dsf.language.errors import DsfError, InputError
+
+ELSEWHERE = ("dsf", "torch", *sys.stdlib_module_names)  # never taken for modules of a user's folder
 
 
 def is_file(given: str) -> bool:
@@ -46,6 +50,42 @@ def recurrence_in(given: str) -> Recurrence:
     return found
 
 
+def files_of(path: Path) -> dict[str, Path]:
+    """A user's file and what it imports from its folder, also by way of others: place in the folder -> file."""
+    folder = path.resolve().parent
+    return {path.name: path, **{str(file.relative_to(folder)): file for file in _helpers(path.resolve()).values()}}
+
+
+def _helpers(path: Path) -> dict[str, Path]:
+    """The modules in the file's folder that it imports, and those that these import: name -> file."""
+    found: dict[str, Path] = {}
+    left = [(path, "")]  # files to read, and the packages that they are in
+    for file, package in left:
+        for name in _imported(file, package):
+            place = path.parent.joinpath(*name.split("."))
+            own = next((f for f in (place / "__init__.py", place.with_suffix(".py")) if f.is_file()), None)
+            if own is not None and name not in found and name.partition(".")[0] not in ELSEWHERE:
+                found[name] = own
+                left.append((own, name if own.parent == place else name.rpartition(".")[0]))
+    return found
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Names that may be modules which a file of this package ("" for none) imports, each after its packages."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):  # the import says so, if it gets there
+        return
+    for node in nodes:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            names = [".".join([*above, *filter(None, [node.module]), name]) for name in names]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1) if parts[0])
+
+
 def _import(path: Path) -> ModuleType:
     """The file imported as a module, with its folder importable, once a process."""
     path = path.resolve()
@@ -58,7 +98,11 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
+    others = {}  # modules of another folder, by names that mean modules of this one here
     try:
+        for helper, file in _helpers(path).items():
+            if helper in sys.modules and getattr(sys.modules[helper], "__file__", None) != str(file):
+                others[helper] = sys.modules.pop(helper)
         spec.loader.exec_module(module)
     except DsfError as error:
         del sys.modules[name]
@@ -68,6 +112,7 @@ def _import(path: Path) -> ModuleType:
         raise InputError(f"{path.name} does not import: {type(error).__name__}: {error}{_line(path, error)}") from error
     finally:
         sys.path.remove(str(path.parent))
+        sys.modules.update(others)
     return module
 
 

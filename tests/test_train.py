@@ -91,6 +91,36 @@ def test_a_run_is_opened_with_its_own_copy_of_the_recurrence(folder, monkeypatch
         assert torch.equal(model(ids).logits, before)
 
 
+def test_modules_beside_the_recurrence_go_with_it(folder):
+    (folder / "gates").mkdir()
+    (folder / "gates/__init__.py").write_text("from gates.open import half, gate\n")
+    (folder / "gates/open.py").write_text("import dsf\nhalf = 0.5\ndef gate(a): return dsf.sigmoid(a)\n")
+    (folder / "unused.py").write_text("")
+    (folder / "own.py").write_text("from gates import gate\n" + OWN.replace("A=sigmoid(a)", "A=gate(a)"))
+    assert command(folder, steps=1).exit_code == 0
+    kept = {str(file.relative_to(folder / "run")) for file in (folder / "run").rglob("*.py")}
+    assert kept == {"own.py", "gates/__init__.py", "gates/open.py"}
+    ids = torch.arange(24)[None]
+    before = dsf.analysis.models.load_model("run").model(ids).logits
+    (folder / "gates/open.py").write_text("import dsf\nhalf = 0.5\ndef gate(a): return half * dsf.sigmoid(a)\n")
+    assert "gates/open.py has changed since the run" in command(folder, "--resume", steps=1).stderr
+    shutil.copytree(folder / "run", folder / "moved")
+    shutil.copy(folder / "gates/open.py", folder / "moved/gates/open.py")
+    found = [dsf.analysis.models.load_model(name).model(ids).logits for name in ("moved", "run")]  # each its own gates
+    assert torch.equal(found[1], before) and not torch.equal(found[0], before)
+
+
+def test_different_files_of_one_name_are_refused(folder):
+    for name, more in (("a", ""), ("b", "# other\n")):
+        (folder / name).mkdir()
+        (folder / name / "own.py").write_text(OWN + more)
+    refused = command(folder, mixer="a/own.py:forgetful,b/own.py:forgetful")
+    assert refused.exit_code == 2 and not (folder / "run").exists()
+    assert refused.stderr.startswith("dsf: a/own.py and b/own.py are different files of one name"), refused.stderr
+    (folder / "b/own.py").write_text(OWN)
+    assert command(folder, mixer="a/own.py:forgetful,b/own.py:forgetful", steps=1).exit_code == 0
+
+
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
     assert command(folder, out="whole").exit_code == 0
     from dsf.analysis import trainer
