@@ -90,12 +90,17 @@ def _stopped_in_words(out: Path) -> Iterator[None]:
 
 def lines(record: Trained, out: Path) -> list[str]:
     """Lines for the terminal: what was trained, its loss, the files written."""
+    from dsf.mixers import Hyena
+
+    opens = f"(dsf analyze {out} opens it)"
+    if set(record.mixers.split(", ")) == {"hyena"}:
+        opens = f"(which dsf analyze does not open: {Hyena.no_state})"
     end = record.loss[-1][1] if record.loss else float("nan")
     return [
         f"{record.mixers}: {record.parameters:,} parameters, {record.run.steps} steps, "
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"loss {end:.3f} nats a token in training; held out {record.bits_per_token:.3f} bits a token",
-        f"wrote {out} (dsf analyze {out} opens it), {out / 'train.json'} and {out / 'loss.png'}",
+        f"wrote {out} {opens}, {out / 'train.json'} and {out / 'loss.png'}",
     ]
 
 

@@ -100,11 +100,17 @@ class Bidirectional(BothWays):
 
 def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
     """y [B, T, H, P] of a layer's convolution and recurrence, from the u of its `project` on whole sequences."""
-    span = Span(True, tensor_of(cu_seqlens, u.device))
-    u, _ = way.convolve(u, None, cu_seqlens, world, keep=False)
-    inputs: dict[str, Any] = way.arguments(u, (), span)
+    inputs = inputs_ahead(way, u, cu_seqlens, world)
     y: Tensor = way.recurrence(**inputs, cu_seqlens=cu_seqlens, parallel=world)
     return y
+
+
+def inputs_ahead(
+    way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None = None
+) -> dict[str, Any]:
+    """The inputs of a layer's recurrence, from the u of its `project` on whole sequences."""
+    u, _ = way.convolve(u, None, cu_seqlens, world, keep=False)
+    return way.arguments(u, (), Span(True, tensor_of(cu_seqlens, u.device)))
 
 
 def run_back(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:

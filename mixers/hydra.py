@@ -122,20 +122,29 @@ class Hydra(BothWays):
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
         if world is not None:
             raise InputError("Hydra: its convolution looks ahead, which is not spread over ranks; call it without them")
-        bounds = tensor_of(cu_seqlens, x.device)
-        places = None if bounds is None else Places.of(bounds, x.shape[1], x.device)
-        z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
-        v, *keys = split_heads(self.conv1d(u, places), self.split)
-        b, c, b_back, c_back = whole_group(self, *keys)
-        heads = self.dims[0]
-        y = semiseparable(
-            _both(v, v, places), _both(dt[..., :heads], dt[..., heads:], places), _both(b, b_back, places),
-            _both(c, c_back, places), self.A_log.repeat(2), self.dt_bias.repeat(2), cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        ahead, back = shifted(y, None, places).split(heads, dim=2)
+        places = _places(x, cu_seqlens)
+        z, *ways = self._ways(x, places)
+        both: dict[str, Any] = {name: torch.cat([way[name] for way in ways], dim=2) for name in ways[0]}
+        y = semiseparable(**both, A_log=self.A_log.repeat(2), dt_bias=self.dt_bias.repeat(2), cu_seqlens=cu_seqlens)
+        ahead, back = shifted(y, None, places).split(self.dims[0], dim=2)
+        v = ways[0]["x"]
         skip = self.fc_D(v.flatten(2)) + self.D.to(v.dtype)
         y = ahead + _turned(back, places) + v * skip.unsqueeze(-1)
         return normed(self.norm, y.flatten(2), z, self.out_proj)
+
+    def ways(self, x: Tensor, cu_seqlens: Tensor | Packing | None = None) -> list[dict[str, Tensor]]:
+        """The inputs of `semiseparable` from the first token to the last and, of reversed tokens, back."""
+        _, *both = self._ways(x, _places(x, cu_seqlens))
+        return [{**way, "A_log": self.A_log, "dt_bias": self.dt_bias} for way in both]
+
+    def _ways(self, x: Tensor, places: Places | None) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """z, and the inputs of `semiseparable` for each token in one direction and, reversed, in the other."""
+        z, u, dt = self.in_proj(x).split(self.widths, dim=-1)
+        v, *keys = split_heads(self.conv1d(u, places), self.split)
+        b, c, b_back, c_back = whole_group(self, *keys)
+        steps = dt.split(self.dims[0], dim=-1)
+        back = {"x": v, "dt": steps[1], "b": b_back, "c": c_back}
+        return z, {"x": v, "dt": steps[0], "b": b, "c": c}, {name: _turned(t, places) for name, t in back.items()}
 
 
 def _turned(x: Tensor, places: Places | None) -> Tensor:
@@ -146,6 +155,7 @@ def _turned(x: Tensor, places: Places | None) -> Tensor:
     return x.index_select(1, ends - torch.arange(x.shape[1], device=x.device))
 
 
-def _both(ahead: Tensor, back: Tensor, places: Places | None) -> Tensor:
-    """The heads [B, T, H, ...] of one direction and, reversed, of the other, concatenated."""
-    return torch.cat([ahead, _turned(back, places)], dim=2)
+def _places(x: Tensor, cu_seqlens: Tensor | Packing | None) -> Places | None:
+    """The places of packed sequences among the tokens of x."""
+    bounds = tensor_of(cu_seqlens, x.device)
+    return None if bounds is None else Places.of(bounds, x.shape[1], x.device)

@@ -73,6 +73,7 @@ class Hyena(Owner):
     """
 
     D: Tensor
+    no_state = "its filters have a number of their own for every lag, so there is no state of fixed size"
     needs_all_tokens = "its filters reach over all tokens"  # the reason in the InputError of dsf.parallel.attach
 
     def __init__(
@@ -160,6 +161,6 @@ class Hyena(Owner):
 
     def _refuse(self, what: str) -> NoReturn:
         raise FormError(
-            f"Hyena {what}: its filters have a number of their own for every lag, so there is no state of fixed size; "
+            f"Hyena {what}: {self.no_state}; "
             "run the whole sequence, or take a layer whose filters are sums of exponentials (S4D, H3)"
         )

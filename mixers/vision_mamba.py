@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dsf import Packing
-from dsf.mixers.bidirectional import BothWays, run_ahead, run_back
+from dsf.call.backwards import flipped_packing
+from dsf.mixers.bidirectional import BothWays, inputs_ahead, run_ahead, run_back
 from dsf.mixers.s6 import S6, s6
 
 if TYPE_CHECKING:
@@ -51,6 +52,17 @@ class VisionMamba(BothWays):
         """Declare a rank's part of this block where ranks share its channels (`dsf.parallel.HeadShard`)."""
         self.ahead.cut(to.inside(self.ahead))
         self.back.cut_between(to.inside(self.back))
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """Heads, N and P of either direction."""
+        return self.ahead.dims
+
+    def ways(self, x: Tensor, cu_seqlens: Tensor | Packing | None = None) -> list[dict[str, Tensor]]:
+        """The inputs of `s6` from the first token to the last and, of reversed tokens, back."""
+        u, _ = self.ahead.project(x)
+        flipped = None if cu_seqlens is None else flipped_packing("VisionMamba", cu_seqlens, u.shape[1])
+        return [inputs_ahead(self.ahead, u, cu_seqlens), inputs_ahead(self.back, u.flip(1), flipped)]
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
         u, side = self.ahead.project(x)

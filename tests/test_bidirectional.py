@@ -143,6 +143,32 @@ def test_what_they_refuse():
         mixers.layer_for(mixers.Hydra, 16)
 
 
+@pytest.mark.parametrize("name", ["VisionMamba", "Hydra", "VisionLSTM", "Bidirectional"])
+def test_a_converted_layer_is_recorded_in_both_directions(name):
+    layer, x = made(name), torch.randn(1, 9, 16, dtype=torch.float64)
+    expected = layer(x)[0]
+    with torch.no_grad(), dsf.convert(layer) as converted, dsf.analysis.record(converted) as recording:
+        assert torch.equal(layer(x)[0], expected) and not converted.left_alone
+        assert [entry.backward for entry in recording] == [False, True]
+        assert all(size.recurrent > 0 for size in converted.state_size(9).values())
+    assert torch.equal(layer(x)[0], expected) and len(recording) == 2
+
+
+def test_the_ways_of_a_layer_are_what_its_recurrence_runs_on():
+    x, seen = torch.randn(1, 7, 16, dtype=torch.float64), []
+    vision, hydra = made("VisionMamba"), made("Hydra")
+    ahead, back = (vision.recurrence(**way) for way in vision.ways(x))
+    _, side = vision.ahead.project(x)
+    torch.testing.assert_close(vision.ahead.readout(ahead + back.flip(1), side), vision(x)[0])
+
+    ahead, back = (F.pad(hydra.recurrence(**way), (0, 0, 0, 0, 1, -1)) for way in hydra.ways(x))
+    v = hydra.ways(x)[0]["x"]
+    skip = hydra.fc_D(v.flatten(2)) + hydra.D
+    hydra.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    hydra(x)
+    torch.testing.assert_close((ahead + back.flip(1) + v * skip.unsqueeze(-1)).flatten(2), seen[0])
+
+
 def test_rates_stay_wide_and_parameters_begin_again():
     layer = mixers.Hydra(16, headdim=8, dtype=torch.bfloat16)
     assert layer.A_log.dtype == torch.float32 and layer.in_proj.weight.dtype == torch.bfloat16

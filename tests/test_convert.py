@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dsf
+from dsf import mixers
 from dsf.analysis import convert as conversion
 from dsf.analysis.convert import ConversionError, fir, fir_inputs
 
@@ -422,6 +423,16 @@ def test_an_early_transformers_is_warned_of(monkeypatch):
             dsf.convert(zoo.build("llama")).undo()
         found = [str(w.message) for w in caught if "dsf.convert" in str(w.message)]
         assert len(found) == bool(words) and all(words in message for message in found)
+
+
+def test_a_layer_without_a_state_says_so_once():
+    model = nn.Sequential(mixers.Hyena(16, l_max=8), mixers.Hyena(16, l_max=8))
+    words = r"no mixer to convert: 0 and 1 more \(Hyena\): its filters have a number .* no state of fixed size"
+    with pytest.raises(ConversionError, match=words) as error:
+        dsf.convert(model)
+    assert "Conv" not in str(error.value)
+    with dsf.convert(nn.Sequential(model[0], mixers.GLA(16))) as converted:
+        assert [x.name for x in converted.layers] == ["1"] and converted.left_alone[0].type == "Hyena"
 
 
 def test_bad_models_are_refused_with_the_reason():

@@ -152,6 +152,14 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(folder, monkeypatch):
     assert again["tokens_per_second"] == records[1]["tokens_per_second"] > 0 and again["loss"] == records[1]["loss"]
 
 
+def test_a_run_without_a_recurrence_does_not_promise_to_be_analysed(folder):
+    done = command(folder, mixer="hyena", steps=1)
+    words = " ".join(done.stdout.split())
+    assert "wrote run (which dsf analyze does not open: its filters have a number of their own for every lag" in words
+    opened = CliRunner().invoke(app, ["analyze", "run", "--tokens", "24", "--text", "text.txt", "--out", "a.html"])
+    assert opened.exit_code == 2 and "and 1 more (Hyena): its filters" in " ".join(opened.stderr.split())
+
+
 def test_ctrl_c_before_the_first_checkpoint_says_so(folder, monkeypatch):
     from dsf.analysis import trainer
 

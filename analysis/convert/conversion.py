@@ -119,7 +119,12 @@ def convert(model: nn.Module) -> Converted:
         found = [f for f in found if f not in attention]
     if not found:
         patches.undo()
-        named_left = "; ".join(f"{x.name or 'the model'} ({x.type}): {x.why}" for x in left) or "nothing mixes tokens"
+        alike: dict[str, list[str]] = {}
+        for x in left:
+            alike.setdefault(f"({x.type}): {x.why}", []).append(x.name or "the model")
+        more = (f" and {len(names) - 1} more" if len(names) > 1 else "" for names in alike.values())
+        named_left = "; ".join(f"{names[0]}{m} {what}" for (what, names), m in zip(alike.items(), more, strict=True))
+        named_left = named_left or "nothing mixes tokens"
         raise ConversionError(f"{type(model).__name__}: no mixer to convert: {named_left}")
     _warn_of_age(found)
     _watch_model(model, shared, patches, all(f.how != "softmax" for f in found))

@@ -12,8 +12,8 @@ from types import CodeType, ModuleType
 from torch import nn
 
 from dsf.analysis.convert.cores import CORES, Core
-from dsf.analysis.convert.forwards import FORWARDS, Forward, declared
-from dsf.mixers import Mixer
+from dsf.analysis.convert.forwards import FORWARDS, Forward, both_ways, declared
+from dsf.mixers import Hydra, Hyena, Mixer, VisionMamba
 
 LOOKS_LIKE_A_MIXER = re.compile(r"(Attention|Mixer|SSM|Mamba|DeltaNet|Rwkv|Retention|Recurrent|LSTM|GRU|RNN)\d*$")
 NONLINEAR = (nn.LSTM, nn.GRU, nn.RNN)
@@ -63,8 +63,9 @@ def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
     found: list[Found] = []
     left: list[LeftAlone] = []
     inside: set[int] = set()
+    parts = {id(part) for m in model.modules() if isinstance(m, VisionMamba) for part in m.children()}
     for name, module in model.named_modules():
-        how = _how(module)
+        how = None if id(module) in parts else _how(module)  # those run in the whole, not by their own forward
         if how is not None:
             found.append(Found(name, module, how))
             inside.update(id(m) for m in module.modules())
@@ -96,6 +97,8 @@ def _how(module: nn.Module) -> Core | Forward | str | None:
         return own
     if isinstance(module, Mixer):  # a layer of dsf.mixers: its declaration is known
         return Forward(cls.__name__, module.recurrence, declared)
+    if isinstance(module, Hydra | VisionMamba):
+        return Forward(cls.__name__, module.recurrence, both_ways)
     names = names_used(cls)
     for core in CORES:
         if any(f in names for f in core.functions):
@@ -112,6 +115,8 @@ def _is_capped(module: nn.Module) -> bool:
 def _why_not(module: nn.Module) -> str | None:
     if _is_capped(module):
         return "its scores are capped (softcap), so they are no inner product and its features not exponential"
+    if isinstance(module, Hyena):
+        return f"{module.no_state}, and no recurrence"
     if isinstance(module, NONLINEAR):
         return "its recurrence is nonlinear in its state"
     if isinstance(module, nn.MultiheadAttention):

@@ -17,7 +17,7 @@ from dsf import Recurrence
 from dsf.analysis.convert.cores import still
 from dsf.analysis.convert.fir import convolve
 from dsf.analysis.convert.layer import Layer, ModelCall, Run, boundaries, trailing_padding
-from dsf.mixers import Mixer, mlstm, retnet, rg_lru
+from dsf.mixers import Hydra, Mixer, VisionMamba, mlstm, retnet, rg_lru
 
 
 def lightning(
@@ -177,18 +177,35 @@ def rwkv_feed_forward(call: ModelCall, module: Any, hidden: Tensor, state: Any =
 
 def declared(
     layer: Layer, module: Mixer, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, *,
-    attention_mask: Tensor | None = None, use_cache: bool = True, **tokens: Tensor,
+    attention_mask: Tensor | None = None, use_cache: bool = True, parallel: Any = None, reverse: bool = False,
+    **tokens: Tensor,
 ) -> Any:  # fmt: skip
     """A layer of dsf.mixers: it runs its own recurrence unchanged; its inputs are shown to recorders."""
-    options = {"attention_mask": attention_mask, "use_cache": use_cache}
-    y, after = type(module).forward(module, x, state, cu_seqlens, **options, **tokens)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": use_cache, "parallel": parallel, **tokens}
+    layer.call.backward = layer.call.backward or reverse
+    y, after = type(module).forward(module, x, state, cu_seqlens, reverse=reverse, **options)
     layer.state = module.dims
-    if layer.listeners:
+    if layer.listeners and not reverse:  # a layer runs backwards by another call, of reversed tokens
         recurrent = None if state is None else state.recurrent
         with torch.no_grad():
             inputs = module.inputs(x, state, cu_seqlens, **tokens)
-        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.runs))
+        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.runs, backward=layer.call.backward))
     return y, after
+
+
+def both_ways(
+    layer: Layer, module: Hydra | VisionMamba, x: Tensor, state: None = None, cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """A layer of one recurrence in both directions: it runs unchanged, and recorders see a run of each."""
+    y = type(module).forward(module, x, state, cu_seqlens, **options)
+    layer.state, layer.parts = module.dims, 2
+    if layer.listeners:
+        with torch.no_grad():
+            ways = module.ways(x, cu_seqlens)
+        for inputs, backward in zip(ways, (False, True), strict=True):
+            layer.show(Run(module.recurrence, inputs, None, layer.call.runs, backward=backward))
+    return y
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,14 @@ class Call:
 
     arguments: by name, also those that the core does not receive. cu_seqlens: boundaries of packed sequences, or None.
     cached: the recurrent state in the model's cache at the start of the call, in the model's layout. runs: of the
-    recurrence, so far.
+    recurrence, so far. backward: the module was asked to run from the last token to the first.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     cu_seqlens: Tensor | None = None
     cached: Tensor | None = None
     runs: int = 0
+    backward: bool = False
 
     @property
     def cache(self) -> Any:
