@@ -61,7 +61,7 @@ class VisionMamba(BothWays):
     def ways(self, x: Tensor, cu_seqlens: Tensor | Packing | None = None) -> list[dict[str, Tensor]]:
         """The inputs of `s6` from the first token to the last and, of reversed tokens, back."""
         u, _ = self.ahead.project(x)
-        flipped = None if cu_seqlens is None else flipped_packing("VisionMamba", cu_seqlens, u.shape[1])
+        flipped = None if cu_seqlens is None else flipped_packing(cu_seqlens)
         return [inputs_ahead(self.ahead, u, cu_seqlens), inputs_ahead(self.back, u.flip(1), flipped)]
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
