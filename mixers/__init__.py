@@ -64,7 +64,7 @@ from dsf.mixers.rwkv7 import RWKV7, rwkv7
 from dsf.mixers.s4 import S4, s4
 from dsf.mixers.s4d import S4D, s4d, s4d_real
 from dsf.mixers.s5 import S5, s5
-from dsf.mixers.s6 import S6, s6, s6_negative
+from dsf.mixers.s6 import S6, s6, s6_complex, s6_negative
 from dsf.mixers.softmax_attention import (
     SoftmaxAttention,
     alibi,
@@ -139,6 +139,7 @@ ZOO: tuple[Entry, ...] = (
     Entry(h3, H3),
     Entry(s6, S6),
     Entry(s6_negative, _variant(S6, negative=True)),
+    Entry(s6_complex, _variant(S6, complex=True)),
     Entry(ssd, SSD),
     Entry(mamba3, Mamba3),
     Entry(mamba3_mimo, _variant(Mamba3, is_mimo=True)),
@@ -170,7 +171,8 @@ ZOO: tuple[Entry, ...] = (
 
 # Names in papers, models and libraries; case, hyphens, underscores and a final "Layer" or "Mixer" do not matter.
 ALIASES = {
-    "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "mamba2": "ssd", "state_space_duality": "ssd",
+    "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "complex_mamba": "s6_complex", "mamba2": "ssd",
+    "state_space_duality": "ssd",
     "attention": "softmax_attention", "softmax": "softmax_attention", "self_attention": "softmax_attention",
     "sliding_window": "sliding_window_attention", "swa": "sliding_window_attention",
     "local_attention": "sliding_window_attention", "attention_sinks": "sink_attention", "sinks": "sink_attention",
@@ -375,6 +377,7 @@ __all__ = [
     "s4d_real",
     "s5",
     "s6",
+    "s6_complex",
     "s6_negative",
     "semiseparable",
     "shard_rates",

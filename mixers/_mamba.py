@@ -41,7 +41,8 @@ class TimeStep(Owner):
 class MambaBlock(Mixer):
     """The block of S6 and Longhorn: in_proj to (x, z), convolution, recurrence, gate silu(z), out_proj.
 
-    One head whose value axis is the d_inner = expand · d_model channels. bare: neither convolution nor z.
+    One head whose value axis is the d_inner = expand · d_model channels, unless a subclass gives each channel a head of
+    its own. bare: neither convolution nor z.
     """
 
     beside = ("in_proj",)
@@ -74,23 +75,29 @@ class MambaBlock(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
-        channels = self.dims[2]
+        channels = self.channels
         self.cut_between(to)
         to.rows(self.in_proj, *[channels] * (self.in_proj.out_features // channels))
         to.summed(self.out_proj)
 
     def cut_between(self, to: "Cuts") -> None:
         """`cut` without the projections in and out."""
-        heads, n, channels = self.dims
-        to.count(channels=channels)
-        to.set(dims=(heads, n, to.share(channels)))
+        heads, n, p = self.dims
+        to.count(channels=self.channels)
+        to.set(dims=(heads, n, to.share(p)) if heads == 1 else (to.share(heads), n, p))
         to.conv(self.conv1d)
         to.mixed(self.x_proj)
         to.rows(self.dt_proj)
-        to.own(self, "A_log", "D")
+        to.own(self, *self.starts)
+
+    @property
+    def channels(self) -> int:
+        """Of this rank: d_inner where it has them all."""
+        heads, _, p = self.dims
+        return heads * p
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
-        u, *side = self.first_map(x, self.in_proj).split(self.dims[2], dim=-1)
+        u, *side = self.first_map(x, self.in_proj).split(self.channels, dim=-1)
         return u, tuple(side)
 
     def _low_rank(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

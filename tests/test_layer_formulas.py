@@ -393,3 +393,19 @@ def test_s4d_layer_with_real_rates():
         rows.append((S * m.C).sum(1) + m.D * x[t])
     y = F.gelu(torch.stack(rows)) @ m.output_linear.weight.T + m.output_linear.bias
     same(m, x, y[:, :C] * sigmoid(y[:, C:]))
+
+
+def test_complex_s6():
+    layer = moved(mixers.S6(C, d_state=6, complex=True))
+    x = torch.randn(T, C)
+    u, z = layer.in_proj(x).chunk(2, -1)
+    u = layer.conv1d(u[None])[0][0]
+    low, b, c = layer.x_proj(u).split([layer.dt_proj.in_features, 6, 6], -1)
+    step, rate = softplus(layer.dt_proj(low)), torch.complex(-exp(layer.A_log), layer.A_imag)
+    b, c = (torch.complex(part[:, 0::2], part[:, 1::2]) for part in (b, c))
+    state, out = 0, []
+    for t in range(T):
+        state = exp(rate * step[t, :, None]) * state + (step[t] * u[t])[:, None] * b[t]
+        y = (c[t].conj() * state).real.sum(1) + layer.D * u[t]
+        out.append(layer.out_proj(y * silu(z[t])))
+    same(layer, x, out)
