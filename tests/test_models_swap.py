@@ -61,6 +61,40 @@ def test_generation_with_and_without_a_cache(mixer, layers):
     assert torch.equal(model(ids).logits, before) and set(dict(model.named_parameters())) == names
 
 
+def windowed(kind, attention, **fields):
+    """A model whose layers have windows of 4 tokens, every other one in the first kind."""
+    config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    return model(config(**sizes, **heads, **fields, attn_implementation=attention)).eval()
+
+
+@pytest.mark.parametrize("layers", [None, [0], [1]])
+@pytest.mark.parametrize(("kind", "attention"), [("Gemma2", "eager"), ("Mistral", "eager"), ("Mistral", "sdpa")])
+def test_tokens_outside_of_a_window_are_no_padding(kind, attention, layers):
+    model, ids = windowed(kind, attention), torch.randint(1, 64, (1, 12))
+    dsf.models.swap(model, "gated_deltanet", layers)
+    with torch.no_grad():
+        whole, cache, parts = model(ids, use_cache=False).logits, None, []
+        for part in ids.split([5, 1, 4, 2], 1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        assert torch.allclose(torch.cat(parts, 1), whole, rtol=0, atol=1e-4)
+        more, mask = torch.cat([ids, ids[:, :3]], 1), torch.arange(15)[None] < 12
+        right = model(more, attention_mask=mask.long(), use_cache=False).logits
+        left = model(more.roll(3, 1), attention_mask=mask.roll(3, 1).long(), use_cache=False).logits
+        for found in (right[:, :12], left[:, 3:]):
+            assert torch.allclose(found, whole, rtol=0, atol=1e-4)
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    greedy = torch.stack(generated(model, ids, use_cache=False, **options).logits)
+    for given in ({}, {"cache_implementation": "static"}):
+        found = generated(model, more.roll(3, 1), attention_mask=mask.roll(3, 1).long(), **options, **given)
+        assert torch.allclose(torch.stack(found.logits), greedy, rtol=0, atol=1e-4)
+        found = generated(model, ids, **options, **given)
+        assert torch.allclose(torch.stack(found.logits), greedy, rtol=0, atol=1e-4)
+
+
 def test_a_saved_swapped_model_says_what_it_needs_and_is_found_again(tmp_path):
     model, ids = llama(), torch.randint(1, 64, (2, 9))
     dsf.models.swap(model, dsf.mixers.GatedDeltaNet, [0, 1], d_conv=3)

@@ -62,7 +62,7 @@ class StateLayer(Kept, CacheLayerMixin):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """(tokens seen with those of the call, 0)."""
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return (self.seen + new if self.width is None else self.width), 0
+        return max(self.seen + new, self.width or 0), 0
 
     def reset(self) -> None:
         """Back to the start. (Zeros would be wrong: a running maximum starts at minus infinity.)"""
@@ -124,8 +124,9 @@ def state_layer(cache: Any, index: int) -> StateLayer:
     if used or (any(begun.values()) if isinstance(begun, dict) else begun):  # one number in early releases
         raise InputError(f"the cache's layer {index} was filled by another model: start from an empty one")
     fresh = StateLayer()
-    limit = getattr(layer, "max_cache_len", None)
-    if limit is not None:  # masks of a static cache are as wide as its layers, whichever of them is asked
-        fresh.width, fresh.static = limit, True
+    if getattr(layer, "max_cache_len", None) is not None:
+        # masks of a static cache are as wide as its layers, whichever is asked, but for those with windows
+        fresh.width, fresh.static = max(getattr(x, "max_cache_len", -1) for x in cache.layers), True
+        fresh.is_compileable = True  # else transformers leaves masks away, and attention reads empty places
     cache.layers[index] = fresh
     return fresh

@@ -56,7 +56,7 @@ class SwappedAttention(nn.Module):
             bounds = restarts(position_ids, tokens)
         if bounds is None:
             seen = 0 if layer is None else layer.seen
-            padding = unpadded(_visible(attention_mask, seen + tokens), batch, tokens)
+            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens)
         if padding is not None:
             y, state = self.mixer(padding.pack(hidden_states), state, padding.cu_seqlens)
             y = padding.unpack(y, hidden_states.shape)
@@ -71,12 +71,14 @@ class SwappedAttention(nn.Module):
         return y, None
 
 
-def _visible(mask: Tensor | None, width: int) -> Tensor | None:
-    """The 2-D mask [B, width] from a layer's mask: the tokens that the last one may read."""
+def _real(mask: Any, seen: int, tokens: int) -> Tensor | None:
+    """The 2-D mask of a call's tokens from a layer's mask: those that may read themselves. Earlier ones a window hides,
+    and later ones the order, but of a token that is no padding neither hides itself."""
     if mask is None or mask.dim() == 2:
         return mask
-    last = mask[:, 0, -1, :width]
-    return last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    first = min(seen, mask.shape[-1] - tokens)  # static caches have places behind the call's, windows drop those before
+    own = mask[:, 0].diagonal(first, dim1=-2, dim2=-1)
+    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
 
 
 def _hf() -> Any:
