@@ -146,6 +146,9 @@ def test_what_cannot_be_swapped_is_refused_before_anything_changes():
         dsf.models.swap(model, "gated_delta")
     with pytest.raises(dsf.InputError, match="layers have a self_attn"):
         dsf.models.swap(torch.nn.Linear(2, 2), "s6")
+    for both in ("hydra", "vision_mamba", "VisionLSTM"):
+        with pytest.raises(dsf.InputError, match=f"{both} reads its sequences in both directions"):
+            dsf.models.swap(model, both)
     first = dsf.models.swap(model, "s6", [0])
     second = dsf.models.swap(model, "mingru", [0])
     with pytest.raises(dsf.InputError, match="swapped again since"):

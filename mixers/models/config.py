@@ -11,11 +11,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from dsf.language.errors import InputError
-from dsf.mixers import BothWays
 from dsf.mixers._sizes import heads_to_try
 from dsf.mixers._whole import whole_file
 from dsf.mixers.models.names import meant
-from dsf.mixers.models.naming import Named, constructor_of, mixer_name
+from dsf.mixers.models.naming import Named, check_causal, mixer_name
 
 ATTENTION = "softmax_attention"
 MULTIPLE = 64  # the hidden width of an MLP is rounded up to a multiple of it: tiles of matrix products
@@ -85,12 +84,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> ModelConfig:
         for mixer in dict.fromkeys(self.mixers):
-            make = constructor_of(mixer)
-            if isinstance(make, type) and issubclass(make, BothWays):
-                raise ValueError(
-                    f"{mixer} reads its sequences in both directions, so that tokens would see those they are to "
-                    "predict; a causal language model cannot be made of it"
-                )
+            check_causal(mixer)
         if self.n_layers % len(self.mixers):
             raise ValueError(
                 f"mixers has {len(self.mixers)} entries, which do not divide n_layers = {self.n_layers}; "

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsf import Recurrence
 from dsf.language.errors import InputError
-from dsf.mixers import ZOO, Mixer, canonical, constructor_of, layer_for
+from dsf.mixers import ZOO, BothWays, Mixer, canonical, constructor_of, layer_for
 from dsf.mixers._files import is_file
 
 Named = (str, Recurrence, type)  # what may stand for one mixer
@@ -37,6 +37,16 @@ def mixer_name(mixer: Any) -> str:
     raise InputError(
         f"a mixer is a name of the zoo, file.py:function, a Recurrence or a class of layers, got {type(mixer).__name__}"
     )
+
+
+def check_causal(mixer: Any) -> None:
+    """Refuse layers that read both ways. Raises InputError."""
+    make = constructor_of(mixer)
+    if isinstance(make, type) and issubclass(make, BothWays):
+        raise InputError(
+            f"{mixer} reads its sequences in both directions, so that tokens would see those they are to predict; a "
+            "causal language model cannot be made of it"
+        )
 
 
 def _in_file(mixer: Recurrence) -> str:
@@ -74,4 +84,4 @@ def takes(make: Callable[..., Any], option: str) -> bool:
     return option in inspect.signature(make).parameters
 
 
-__all__ = ["Named", "constructor_of", "layer_for", "mixer_name", "takes"]
+__all__ = ["Named", "check_causal", "constructor_of", "layer_for", "mixer_name", "takes"]

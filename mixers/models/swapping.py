@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
-from dsf.mixers.models.naming import constructor_of, layer_for, mixer_name, takes
+from dsf.mixers.models.naming import check_causal, constructor_of, layer_for, mixer_name, takes
 from dsf.mixers.models.padding import restarts, unpadded
 
 RECORD = "dsf_swap"  # the entry of a configuration that says what was swapped
@@ -136,7 +136,8 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence. layers: which, from 0; None for all.
     options: constructor arguments; n_heads is the model's unless given. generate works with a cache and without,
     with beams, and with padding on either side; save_pretrained also records the swap, for `load_swapped`.
-    Raises InputError for a model without such layers, a layer that it does not have, a mixer that cannot be found.
+    Raises InputError for a model without such layers, a layer that it does not have, a mixer that cannot be found or
+    reads both ways.
     """
     found = decoder_layers(model)
     chosen = list(range(len(found))) if layers is None else list(layers)
@@ -145,6 +146,7 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
         raise InputError(f"layers {chosen}: expected different ones of 0 to {len(found) - 1}")
     width = model.config.hidden_size
     make = constructor_of(mixer)
+    check_causal(mixer)
     if takes(make, "n_heads"):
         options.setdefault("n_heads", model.config.num_attention_heads)
     new = [layer_for(mixer, width, **options) for _ in chosen]  # all, before anything is changed
