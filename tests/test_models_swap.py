@@ -126,6 +126,17 @@ def test_a_swapped_mixer_takes_the_cache_by_both_names():
         assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
+def test_layers_without_a_state_generate_from_whole_sequences_alone():
+    model, ids = llama(2), torch.randint(1, 64, (2, 9))
+    dsf.models.swap(model, "hyena")
+    with pytest.raises(dsf.InputError, match=r"layer 0, Hyena, keeps no state.*use_cache=False"):
+        generated(model, ids)
+    found = ids
+    for _ in range(6):
+        found = torch.cat([found, model(found, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generated(model, ids, use_cache=False), found)
+
+
 def test_what_was_swapped_trains():
     model, ids = llama(2).train(), torch.randint(1, 64, (2, 9))
     handle = dsf.models.swap(model, "gated_deltanet", [1])

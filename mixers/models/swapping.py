@@ -16,6 +16,7 @@ from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers.models.naming import check_causal, constructor_of, layer_for, mixer_name, takes
 from dsf.mixers.models.padding import restarts, unpadded
+from dsf.mixers.models.states import check_fit
 
 RECORD = "dsf_swap"  # the entry of a configuration that says what was swapped
 
@@ -51,6 +52,8 @@ class SwappedAttention(nn.Module):
         cache = past_key_values if cache is None else cache
         layer = None if cache is None else _hf().state_layer(cache, self.index)
         state = None if layer is None else layer.state
+        if layer is not None and layer.is_initialized and state is None:
+            check_fit(state, self.mixer, self.index)
         bounds, padding = cu_seq_lens_q, None
         if bounds is None and layer is None:
             bounds = restarts(position_ids, tokens)
