@@ -494,6 +494,15 @@ def test_layers_without_a_state_generate_from_whole_sequences_alone(mixers):
     assert torch.equal(generated(model, ids, use_cache=False), found)
 
 
+def test_offloaded_weights_are_there_for_every_token():
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
+    expected = generated(model, ids)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert model.model.layers[0].mixer.A_log.is_meta
+    assert torch.equal(generated(model, ids), expected)
+
+
 def test_folders_of_models_of_other_sizes_are_refused(tmp_path):
     tiny(["mingru"]).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="mismatch"):

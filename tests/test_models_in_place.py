@@ -63,6 +63,21 @@ def test_steps_in_place_are_steps(kind):
 
 
 @torch.no_grad()
+def test_hooks_of_a_mixer_see_every_token_also_in_place():
+    model, ids, seen = model_of(["gated_deltanet", "softmax_attention"]), torch.randint(0, 31, (3, 9)), []
+    whole, state = model(ids).logits, model(ids[:, :4]).state
+    expected, held = model.generate(ids, 4), state.layers[0].recurrent
+    for block in model.model.layers:
+        block.mixer.register_forward_hook(lambda _, args, out: seen.append(args[0].shape[1]))
+    for t in range(4, 9):
+        out = model.step(ids[:, t], state, in_place=True)
+        assert torch.allclose(out.logits, whole[:, t], rtol=0, atol=1e-5)
+        state = out.state
+    assert state.layers[0].recurrent is held
+    assert torch.equal(model.generate(ids, 4), expected) and seen == 5 * [1, 1] + [9, 9] + 3 * [1, 1]
+
+
+@torch.no_grad()
 def test_generating_overwrites_no_state_of_the_caller():
     model, ids = model_of(["gated_deltanet", "rwkv7"]), torch.randint(0, 31, (2, 6))
     before = model(ids).state
@@ -255,6 +270,13 @@ def test_reserved_states_are_contiguous_and_stay(kind):
     first = places(state)
     assert all(x.is_contiguous() for x in tensors_of(state.layers[0]))
     assert places(model.step(ids[:, 8], state, in_place=True).state) == first == places(model.reserve(state, 20))
+
+
+def test_a_graph_calls_no_hooks():
+    model, ids = model_of(["gated_deltanet"]), torch.randint(0, 31, (2, 6))
+    model.model.layers[0].mixer.register_forward_hook(lambda *_: None)
+    with pytest.raises(dsf.InputError, match="a graph calls no hooks, and a layer's mixer has some"):
+        model.generate(ids, 3, graph=True)
 
 
 def test_a_graph_is_for_a_gpu():

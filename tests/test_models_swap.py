@@ -137,6 +137,14 @@ def test_layers_without_a_state_generate_from_whole_sequences_alone():
     assert torch.equal(generated(model, ids, use_cache=False), found)
 
 
+def test_hooks_of_a_mixer_see_every_token():
+    model, ids, seen = llama(2), torch.randint(1, 64, (2, 9)), []
+    handle = dsf.models.swap(model, "gated_deltanet", [1])
+    expected = generated(model, ids)
+    handle.mixers[1].register_forward_hook(lambda _, args, out: seen.append(args[0].shape[1]))
+    assert torch.equal(generated(model, ids), expected) and seen == [9, 1, 1, 1, 1, 1]
+
+
 def test_what_was_swapped_trains():
     model, ids = llama(2).train(), torch.randint(1, 64, (2, 9))
     handle = dsf.models.swap(model, "gated_deltanet", [1])

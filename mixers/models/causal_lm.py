@@ -16,8 +16,8 @@ from dsf import Packing
 from dsf.call.packing import check_row
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
-from dsf.mixers._beside import handing, product_of
-from dsf.mixers._states import reserved
+from dsf.mixers._beside import handing, hooked, product_of
+from dsf.mixers._states import put, reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_for, takes
@@ -102,14 +102,16 @@ class Block(nn.Module):
         self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool, in_place: bool
     ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
-        if one and getattr(self.mixer, "parallel", None) is None:  # a decode step is one launch
+        called = getattr(self.mixer, "parallel", None) is not None or hooked(self.mixer)  # a step passes hooks by
+        if one and not called:  # a decode step is one launch
             now: dict[str, Any] = {"in_place": True} if in_place else {}
             if turn is not None:
                 now |= {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}
             y, state = self.mixer.step(x[:, 0], state, **now)
             return y.unsqueeze(1), state
         tokens: dict[str, Any] = {} if turn is None else {"cos": turn[0], "sin": turn[1]}
-        return self.mixer(x, state, cu_seqlens, use_cache=keep, **tokens)
+        y, after = self.mixer(x, state, cu_seqlens, use_cache=keep, **tokens)
+        return y, put(state, after) if in_place and one and keep else after
 
 
 class Backbone(nn.Module):

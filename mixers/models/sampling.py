@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsf.language.errors import InputError
+from dsf.mixers._beside import hooked
 from dsf.mixers._states import caches_of, most_of, overwritten, room_of
 from dsf.mixers.models.states import ModelState, tensors_of
 
@@ -64,6 +65,8 @@ class CapturedStep:
 
     def _capture(self, state: ModelState, tokens: int) -> None:
         mixers = [block.mixer for block in self.model.model._blocks()]
+        if any(hooked(mixer) for mixer in mixers):
+            raise InputError("graph=True: a graph calls no hooks, and a layer's mixer has some; remove them")
         self.state = self.model.reserve(state, max(tokens, *(most_of(s) + RUNS for s in state.layers)))
         self.counts = [c.filled for s in self.state.layers for c in caches_of(s) if c.filled is not None]
         if len(self.counts) < sum(len(caches_of(s)) for s in self.state.layers):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
+from dsf.mixers._beside import hooked
 from dsf.mixers.models.naming import check_causal, constructor_of, layer_for, mixer_name, takes
 from dsf.mixers.models.padding import restarts, unpadded
 from dsf.mixers.models.states import check_fit
@@ -63,7 +64,7 @@ class SwappedAttention(nn.Module):
         if padding is not None:
             y, state = self.mixer(padding.pack(hidden_states), state, padding.cu_seqlens)
             y = padding.unpack(y, hidden_states.shape)
-        elif tokens == 1 and state is not None and not torch.is_grad_enabled():
+        elif tokens == 1 and state is not None and not torch.is_grad_enabled() and not hooked(self.mixer):
             now: dict[str, Any] = {"in_place": True} if layer is not None and layer.static else {}
             y, state = self.mixer.step(hidden_states[:, 0], state, **now)
             y = y.unsqueeze(1)
