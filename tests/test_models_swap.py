@@ -100,10 +100,12 @@ def test_a_saved_swapped_model_says_what_it_needs_and_is_found_again(tmp_path):
     dsf.models.swap(model, dsf.mixers.GatedDeltaNet, [0, 1], d_conv=3)
     second = dsf.models.swap(model, "ssd", [3])
     model = model.float()
+    model.generation_config.max_new_tokens = 7
     with pytest.warns(UserWarning, match=r"gated_deltanet in layers \[0, 1\]; ssd in layers \[3\].*load_swapped"):
         model.save_pretrained(tmp_path)
     loaded = dsf.models.load_swapped(tmp_path)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.generation_config.max_new_tokens == 7
     assert loaded.model.layers[0].self_attn.mixer.conv1d.kernel_size == (3,)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -205,6 +205,8 @@ def load_swapped(folder: str | Path, **options: Any) -> Any:
     if left:
         raise InputError(f"{folder}: {len(left)} weights are not in its files, {sorted(left)[0]} first")
     model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)
     return model.eval()
 
 
