@@ -204,6 +204,12 @@ def full(*shape: int, value: float) -> Tensor:
     return torch.full(shape, value)
 
 
+def orthogonal(*shape: int, gain: float = 1.0) -> Tensor:
+    """An orthogonal matrix times gain; drawn in float32 at least, as decompositions take no shorter type."""
+    wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return nn.init.orthogonal_(torch.empty(shape, dtype=wide), gain=gain)
+
+
 def time_step(*shape: int, dt_min: float = 1e-3, dt_max: float = 0.1, floor: float = 1e-4) -> Tensor:
     """A bias b with softplus(b) log-uniform in [dt_min, dt_max] (the time-step init of Mamba)."""
     dt = torch.exp(torch.rand(shape) * math.log(dt_max / dt_min) + math.log(dt_min)).clamp(min=floor)

@@ -4,14 +4,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsf
 from dsf import Param, System, Value, exp
 from dsf.kernels.norm import gated
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
-from dsf.mixers._own import Start
+from dsf.mixers._own import Start, orthogonal
 from dsf.mixers._rwkv import TimeMix, ramp, zigzag
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RWKV4(TimeMix):
             self.mix("time_mix_r", d_model, 0.5 * self.height, rest=False)
         zeros: Start = torch.zeros
         self.key = StartLinear(d_model, d_model, zeros, bias=bias)
-        self.value = StartLinear(d_model, d_model, _orthogonal, bias=bias)
+        self.value = StartLinear(d_model, d_model, orthogonal, bias=bias)
         self.receptance = None if bare else StartLinear(d_model, d_model, zeros, bias=bias)
         self.output = StartLinear(d_model, d_model, zeros, bias=bias)
         self.place(device, dtype)
@@ -101,7 +101,3 @@ class RWKV4(TimeMix):
 
 def _bonus(size: int) -> Tensor:
     return torch.full((size,), 0.3).log() + 0.5 * zigzag(size)
-
-
-def _orthogonal(*shape: int) -> Tensor:
-    return nn.init.orthogonal_(torch.empty(shape))

@@ -5,14 +5,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dsf
 from dsf import Expr, Key, Param, System, Value, diag, dot, exp, maximum, outer, rsqrt, sigmoid
 from dsf.language.errors import InputError
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
-from dsf.mixers._own import full, uniform
+from dsf.mixers._own import full, orthogonal, uniform
 from dsf.mixers._rwkv import TimeMix, group_norm, group_norm_by_torch, ramp
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class RWKV7(TimeMix):
 
     def _low_rank(self, name: str, d_model: int, rank: int) -> None:
         self.own(f"{name}1", torch.zeros, d_model, rank)
-        self.own(f"{name}2", _short_orthogonal, rank, d_model)
+        self.own(f"{name}2", partial(orthogonal, gain=0.1), rank, d_model)
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`).
@@ -225,10 +225,6 @@ def default_ranks(d_model: int) -> tuple[int, int, int, int]:
 
     root = d_model**0.5
     return near(1.8 * root), near(1.8 * root), near(1.3 * root), near(0.6 * d_model**0.8)
-
-
-def _short_orthogonal(*shape: int) -> Tensor:
-    return nn.init.orthogonal_(torch.empty(shape), gain=0.1)
 
 
 def _four(ranks: Any) -> tuple[int, ...]:

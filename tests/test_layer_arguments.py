@@ -119,6 +119,17 @@ def test_the_words_of_other_refusals(make_wrong, words):
         make_wrong()
 
 
+@NAMES
+def test_layers_are_made_in_a_short_default_type(name):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = make(name)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(bool(p.isfinite().all()) for p in layer.parameters())
+    assert torch.bfloat16 in {p.dtype for p in layer.parameters()}
+
+
 def test_whole_numbers_of_numpy_are_sizes():
     numpy = pytest.importorskip("numpy")
     layer = mixers.GLA(numpy.int64(32), n_heads=numpy.int32(2))
