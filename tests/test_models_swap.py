@@ -128,6 +128,17 @@ def test_a_swapped_mixer_takes_the_cache_by_both_names():
         assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
+def test_masks_of_flex_attention_say_what_is_padding():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    real = torch.arange(9) >= torch.tensor([[3], [0]])
+    mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q - k < 4) & real[b, k], 2, None, 9, 9, device="cpu")
+    layer, x = swapping.SwappedAttention(dsf.mixers.GatedDeltaNet(32, 2), 0).eval(), torch.randn(2, 9, 32)
+    found = layer(x, attention_mask=mask)[0]
+    assert torch.equal(found, layer(x, attention_mask=real)[0])
+    assert torch.allclose(found[0, 3:], layer(x[:1, 3:])[0][0], rtol=0, atol=1e-5)
+
+
 def test_layers_without_a_state_generate_from_whole_sequences_alone():
     model, ids = llama(2), torch.randint(1, 64, (2, 9))
     dsf.models.swap(model, "hyena")

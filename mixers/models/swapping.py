@@ -78,9 +78,12 @@ class SwappedAttention(nn.Module):
 def _real(mask: Any, seen: int, tokens: int) -> Tensor | None:
     """The 2-D mask of a call's tokens from a layer's mask: those that may read themselves. Earlier ones a window hides,
     and later ones the order, but of a token that is no padding neither hides itself."""
-    if mask is None or mask.dim() == 2:
+    if mask is None or len(mask.shape) == 2:
         return mask
     first = min(seen, mask.shape[-1] - tokens)  # static caches have places behind the call's, windows drop those before
+    if hasattr(mask, "mask_mod"):  # flex attention's, which has a rule in place of numbers
+        row, query = (torch.arange(n, device=mask.kv_indices.device) for n in (mask.shape[0], tokens))
+        return mask.mask_mod(row[:, None], row[:1], query, query + first).expand(len(row), -1)
     own = mask[:, 0].diagonal(first, dim1=-2, dim2=-1)
     return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
 
