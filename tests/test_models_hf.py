@@ -103,6 +103,17 @@ def test_the_cache_has_two_names(kind):
         assert getattr(rest, hf.CACHE) is cache
 
 
+@pytest.mark.parametrize("kind", [hf.DsfModel, hf.DsfForCausalLM])
+def test_outputs_are_tuples_where_those_are_asked_for(kind):
+    model, ids = kind(tiny().config).eval(), prompt()
+    more = {"labels": ids} if kind is hf.DsfForCausalLM else {}
+    expected = model(ids, **more)
+    found = model(ids, **more, return_dict=False)
+    assert type(found) is tuple and len(found) == len(expected.to_tuple()) and torch.equal(found[0], expected[0])
+    model.config.return_dict = False
+    assert type(model(ids, **more)) is tuple and type(model(ids, **more, return_dict=True)) is type(expected)
+
+
 def test_padding_on_the_right_and_inside_is_cut_out_too():
     model, ids = tiny(["s6"]), prompt()
     mask = torch.ones_like(ids)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from dsf import Packing
 from dsf.language.errors import InputError
@@ -203,6 +204,7 @@ class DsfModel(DsfPreTrainedModel):
         """Take another embedding."""
         self.embed_tokens = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -318,6 +320,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         """Take another head."""
         self.lm_head = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -343,9 +346,8 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         cache = past_key_values if cache is None else cache
         each = more.get("output_hidden_states")
-        out = self.model(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, bounds, output_hidden_states=each
-        )
+        given = input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, bounds
+        out = self.model(*given, output_hidden_states=each, return_dict=True)
         hidden, after = out.last_hidden_state, {CACHE: getattr(out, CACHE), "hidden_states": out.hidden_states}
         if labels is None and shift_labels is None:
             counted = isinstance(logits_to_keep, int)
