@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dsf import Packing
@@ -89,9 +90,17 @@ class Bidirectional(BothWays):
     yours: `Bidirectional(mixers.GLA(64), mixers.GLA(64))`.
     """
 
-    def __init__(self, ahead: Mixer, back: Mixer, layer_idx: int | None = None):
+    def __init__(
+        self,
+        ahead: Mixer,
+        back: Mixer,
+        layer_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(layer_idx)
         self.ahead, self.back = ahead, back
+        self.to(device=device, dtype=dtype)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "use_cache": False, "parallel": world}

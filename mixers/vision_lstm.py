@@ -20,20 +20,25 @@ class VisionLSTM(BothWays):
 
     Source: Alkin et al. (arXiv 2406.04303), Section 3 and Figure 1. Each block is x + MLSTM(LayerNorm(x)), so the
     module contains norms and residuals, and y replaces x. Left out: patches, positions, and the later
-    two-dimensional convolution in place of the causal one. options: of `MLSTM`.
+    two-dimensional convolution in place of the causal one. Arguments are those of `MLSTM`.
     """
 
     def __init__(
         self,
         d_model: int,
+        n_heads: int | None = None,
+        expand: float = 2,
+        d_conv: int = 4,
+        qkv_block: int = 4,
+        bare: bool = False,
         layer_idx: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
     ):
         super().__init__(layer_idx)
         self.ahead_norm, self.back_norm = nn.LayerNorm(d_model, bias=False), nn.LayerNorm(d_model, bias=False)
-        self.ahead, self.back = MLSTM(d_model, **options), MLSTM(d_model, **options)
+        own = d_model, n_heads, expand, d_conv, qkv_block, bare
+        self.ahead, self.back = MLSTM(*own), MLSTM(*own)
         self.to(device=device, dtype=dtype)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:

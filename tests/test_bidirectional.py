@@ -92,6 +92,12 @@ def test_who_looks_at_hydras_convolution_sees_it(bounds):
     assert seen == [((1, 7, 64), (1, 7, 64))]
 
 
+def test_two_layers_are_moved_and_cast_as_one():
+    layer = mixers.Bidirectional(mixers.GLA(16), mixers.S6(16), dtype=torch.bfloat16)
+    assert next(layer.ahead.parameters()).dtype is torch.bfloat16 and layer.back.A_log.dtype is torch.float32
+    assert all(p.is_meta for p in mixers.Bidirectional(mixers.GLA(16), mixers.GLA(16), device="meta").parameters())
+
+
 def test_vision_lstm_is_two_blocks_in_turn():
     layer = made("VisionLSTM")
     x = torch.randn(2, 7, 16, dtype=torch.float64)

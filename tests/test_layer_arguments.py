@@ -100,6 +100,7 @@ def test_a_convolution_of_no_taps_is_none(name):
     [
         (lambda: mixers.GatedDeltaNet(64, nheads=4), r"^GatedDeltaNet: .*'nheads'; did you mean n_heads\?"),
         (lambda: mixers.GatedDeltaNet(), r"^GatedDeltaNet: missing a required argument: 'd_model'"),
+        (lambda: mixers.VisionLSTM(64, d_state=8), r"^VisionLSTM: .*'d_state'.*; it takes d_model, n_heads"),
         (lambda: mixers.S5(8, blocks=3), r"^S5: d_state 64 must be even in each of 3 blocks"),
         (lambda: mixers.LRU(8, r_min=0.9, r_max=0.5), r"^LRU: r_min is 0.9, above r_max, 0.5"),
         (lambda: mixers.LRU(8, r_max=1.5), r"^LRU: r_max is 1.5, expected at most 1"),
@@ -117,6 +118,11 @@ def test_a_convolution_of_no_taps_is_none(name):
 def test_the_words_of_other_refusals(make_wrong, words):
     with pytest.raises((dsf.InputError, TypeError), match=words):
         make_wrong()
+
+
+def test_options_that_a_layer_of_several_does_not_have_are_refused_by_its_own_name():
+    with pytest.raises(dsf.InputError, match=r"^VisionLSTM: got an unexpected keyword argument 'foo'"):
+        layer_for("vision_lstm", 64, foo=1)
 
 
 @NAMES
