@@ -169,7 +169,7 @@ ZOO: tuple[Entry, ...] = (
 )
 
 
-# Names in papers, models and libraries; case, hyphens, underscores and a final "Layer" or "Mixer" do not matter.
+# Names in papers, models and libraries; case, hyphens, underscores and a final Layer, Mixer or Attention do not matter.
 ALIASES = {
     "mamba": "s6", "mamba1": "s6", "selective_ssm": "s6", "complex_mamba": "s6_complex", "mamba2": "ssd",
     "state_space_duality": "ssd",
@@ -181,7 +181,7 @@ ALIASES = {
     "gated_linear_attention": "gla", "kimi_delta_attention": "kda", "kimi_linear": "kda", "retention": "retnet",
     "griffin": "rg_lru", "hawk": "rg_lru", "real_gated_lru": "rg_lru", "xlstm": "mlstm", "goose": "rwkv7",
     "finch": "rwkv6", "mesa": "mesanet", "linear_recurrent_unit": "lru", "hungry_hungry_hippos": "h3",
-    "fast_weights": "unnormalized_linear_attention",
+    "fast_weights": "unnormalized_linear_attention", "multi_scale_retention": "retnet", "forgetting_transformer": "fox",
 }  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def canonical(name: str) -> str:
     """The zoo's name for an alias, a layer's class name or another spelling; any other name unchanged."""
     known = _known()
     plain = _plain(name)
-    for end in ("", "layer", "mixer"):
+    for end in ("", "layer", "mixer", "attention"):
         if plain.removesuffix(end) in known:
             return known[plain.removesuffix(end)]
     return name

@@ -324,6 +324,9 @@ def test_every_entry_alias_and_class_leads_where_it_says():
     for entry in ZOO:
         if entry.module is not None:
             assert get(entry.module.__name__).module.__name__ == entry.module.__name__
+    in_fla = {"RWKV7Attention": "rwkv7", "HGRN2Attention": "hgrn2", "MultiScaleRetention": "retnet"}
+    for spelling, name in (in_fla | {"forgetting_transformer": "fox"}).items():
+        assert get(spelling).name == name
     assert canonical("nothing known") == "nothing known"
 
 
