@@ -160,6 +160,7 @@ def test_weight_decay_leaves_rates_and_vectors_alone():
     assert {"model.layers.0.mixer.A_log", "model.layers.0.mixer.dt_bias", "model.layers.1.mixer.A_log"} <= apart
     assert "model.layers.1.mixer.D" in apart and "model.norm.weight" in apart
     assert "model.layers.0.mlp.up_proj.weight" not in apart and "model.embed_tokens.weight" not in apart
+    assert model.no_weight_decay() == apart
     with_decay, without = dsf.models.decay_groups(model, 0.1)
     assert len(with_decay["params"]) + len(without["params"]) == len(list(model.parameters()))
 

@@ -25,6 +25,7 @@ from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
 from dsf.mixers.models.states import ModelState, check_fit, check_state, sequences_of
+from dsf.mixers.models.weights import undecayed_names
 
 Turn = tuple[Tensor, Tensor]  # cos, sin
 
@@ -306,6 +307,10 @@ class CausalLM(nn.Module):
         """Keep only the inputs of blocks in training, and compute the rest again in the backward pass."""
         for block in self.model._blocks():
             block.gradient_checkpointing = on
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay: rates, biases, norms, but not embeddings."""
+        return undecayed_names(self)
 
     def parameter_count(self, embeddings: bool = True) -> int:
         """The number of learnt numbers, shared ones once; embeddings=False: without embedding and head."""
