@@ -128,6 +128,16 @@ def test_a_swapped_mixer_takes_the_cache_by_both_names():
         assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_left_padding_is_none_of_the_text_where_prompts_are_read_in_chunks(chunk):
+    model, ids = llama(2).float(), torch.randint(1, 64, (2, 9))
+    dsf.models.swap(model, "gated_deltanet")
+    mask = (torch.arange(9) >= torch.tensor([[4], [1]])).long()
+    options = {"output_logits": True, "return_dict_in_generate": True, "attention_mask": mask}
+    whole, parts = generated(model, ids, **options), generated(model, ids, prefill_chunk_size=chunk, **options)
+    assert torch.allclose(torch.stack(parts.logits), torch.stack(whole.logits), rtol=0, atol=1e-4)
+
+
 def test_masks_of_flex_attention_say_what_is_padding():
     from torch.nn.attention.flex_attention import create_block_mask
 

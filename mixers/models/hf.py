@@ -21,13 +21,12 @@ from dsf.mixers._beside import lay_all, product_of
 from dsf.mixers._own import Owner
 from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
-from dsf.mixers.models.hf_cache import DsfCache, state_layer
+from dsf.mixers.models.hf_cache import DsfCache, state_layer, states_of
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
 from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, restarts, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
-from dsf.mixers.models.states import ModelState
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
@@ -234,13 +233,13 @@ class DsfModel(DsfPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens = x.shape[:2]
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        padding = self._padding(attention_mask, bounds, batch, tokens)
+        padding = self._padding(attention_mask, bounds, batch, tokens, cache)
         if bounds is None and padding is None and cache is None:
             bounds = restarts(position_ids, tokens)
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = DsfCache(self.config)
-        state = None if cache is None else _states_of(cache, len(self.layers))
+        state = None if cache is None else states_of(cache, len(self.layers))
         wanted = (
             getattr(self.config, "output_hidden_states", None) if output_hidden_states is None else output_hidden_states
         )
@@ -248,30 +247,26 @@ class DsfModel(DsfPreTrainedModel):
         if padding is None:
             static = use_cache and state is not None and all(layer.static for layer in cache.layers)
             hidden, state = self.run(x, state, bounds, bool(use_cache), each, static)
+        elif not len(padding.where):
+            hidden = torch.zeros_like(x)
+            each = None if each is None else [hidden] * (len(self.layers) + 1)
         else:  # once for the whole model
             hidden, state = self.run(padding.pack(x), state, Packing(padding.cu_seqlens), bool(use_cache), each)
             hidden = padding.unpack(hidden, x.shape)
             each = None if each is None else [padding.unpack(h, x.shape) for h in each]
-        if state is not None and use_cache:
-            for i, after in enumerate(state.layers):
-                state_layer(cache, i).store(after, tokens)
+        if use_cache:
+            for i in range(len(self.layers)):
+                state_layer(cache, i).store(None if state is None else state.layers[i], tokens, padding)
         more = {CACHE: cache if use_cache else None, "hidden_states": None if each is None else tuple(each)}
         return BaseModelOutputWithPast(last_hidden_state=hidden, **more)
 
-    def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int) -> Unpadded | None:
+    def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int, cache: Any) -> Unpadded | None:
         if mask is not None and bounds is not None:
             raise InputError("cu_seqlens and attention_mask say the same thing twice; give one of them")
         if bounds is not None and batch != 1:
             raise InputError(f"cu_seqlens: packed sequences lie in one row, got {batch} rows")
-        return unpadded(mask, batch, tokens)
-
-
-def _states_of(cache: Any, layers: int) -> ModelState | None:
-    states = tuple(state_layer(cache, i).state for i in range(layers))
-    if len(cache.layers) != layers:
-        raise InputError(f"the cache is of a model of {len(cache.layers)} layers, this one has {layers}")
-    begins = all(s is None for s in states) and not any(state_layer(cache, i).seen for i in range(layers))
-    return None if begins else ModelState(states)
+        first = None if cache is None else state_layer(cache, 0)
+        return unpadded(mask, batch, tokens, first, (block.mixer for block in self._blocks()))
 
 
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):

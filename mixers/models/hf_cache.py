@@ -66,7 +66,7 @@ class StateLayer(Kept, CacheLayerMixin):
 
     def reset(self) -> None:
         """Back to the start. (Zeros would be wrong: a running maximum starts at minus infinity.)"""
-        self.state, self.seen, self.is_initialized = None, 0, False
+        self.state, self.seen, self.is_initialized, self.begun = None, 0, False, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the states of the beams that go on."""
@@ -107,6 +107,15 @@ class DsfCache(Cache):
         """Keep the states after `tokens` more tokens."""
         for i, s in enumerate(state.layers):
             state_layer(self, i).store(s, tokens)
+
+
+def states_of(cache: Any, layers: int) -> ModelState | None:
+    """The states before the next call; None at the start. Raises InputError for the cache of another model."""
+    kept = [state_layer(cache, i) for i in range(layers)]
+    if len(cache.layers) != layers:
+        raise InputError(f"the cache is of a model of {len(cache.layers)} layers, this one has {layers}")
+    begins = all(x.state is None and not x.is_initialized for x in kept)
+    return None if begins else ModelState(tuple(x.state for x in kept))
 
 
 def state_layer(cache: Any, index: int) -> StateLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,13 @@ from dsf.language.errors import InputError
 class Unpadded:
     """The places of the tokens of a padded batch.
 
-    where: their places among all B · T, int64. cu_seqlens: [B + 1] boundaries of the packed tokens.
+    where: their places among all B · T, int64. cu_seqlens: [B + 1] boundaries of the packed tokens. begun: whether
+    every sequence's last place has a token, so that padding on the left has ended.
     """
 
     where: Tensor
     cu_seqlens: Tensor
+    begun: bool
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, tokens, ...]."""
@@ -32,15 +35,19 @@ class Unpadded:
         return filled.unflatten(0, tuple(shape[:2]))
 
 
-def unpadded(attention_mask: Any, batch: int, tokens: int) -> Unpadded | None:
+def unpadded(
+    attention_mask: Any, batch: int, tokens: int, layer: Any = None, mixers: Iterable[Any] = ()
+) -> Unpadded | None:
     """The unpadded tokens of a call's B · T by a mask [B, past + T]; None where nothing is padding.
 
-    Waits for the device once, to read the number of tokens. A mask of one token is ignored, as generation passes no
-    padding then. Raises InputError for other shapes and for sequences without a token.
+    Waits for the device, to read the number of tokens; not for one token of sequences that have begun, as generation
+    passes no padding then. layer: the `Kept` state of the first of the mixers, if the sequences go on from one. Raises
+    InputError for other shapes, and for sequences without a token that do not go on, or of a mixer that reads a
+    sequence's first token in another way than those after it, before there is a state.
     """
     if isinstance(attention_mask, dict):  # generate() makes one for each type of layer
         attention_mask = attention_mask.get("linear_attention", next(iter(attention_mask.values()), None))
-    if attention_mask is None or tokens == 1:
+    if attention_mask is None or (tokens == 1 and layer is not None and layer.begun):
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
         raise InputError(
@@ -49,10 +56,12 @@ def unpadded(attention_mask: Any, batch: int, tokens: int) -> Unpadded | None:
     mask = attention_mask[:, attention_mask.shape[1] - tokens :] != 0
     if bool(mask.all()):
         return None
-    lengths = mask.sum(1)
-    if not bool(lengths.all()):
-        raise InputError(f"attention_mask: sequence {int((lengths == 0).nonzero()[0])} has no token")
-    return Unpadded(mask.flatten().nonzero().squeeze(1), F.pad(lengths.cumsum(0), (1, 0)))
+    lengths, where = mask.sum(1), mask.flatten().nonzero().squeeze(1)
+    alone = layer is None or (layer.state is None and any(getattr(m, "resets", False) for m in mixers))
+    if alone and not bool(lengths.all()) and (len(where) or layer is None):
+        none = int((lengths == 0).nonzero()[0])
+        raise InputError(f"attention_mask: sequence {none} has no token; leave it out, or prefill more tokens at once")
+    return Unpadded(where, F.pad(lengths.cumsum(0), (1, 0)), bool(mask[:, -1].all()))
 
 
 def restarts(position_ids: Tensor | None, tokens: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from dsf import Packing
 from dsf.language.errors import InputError
 from dsf.mixers._states import put
+from dsf.mixers.models.padding import Unpadded
 
 
 def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -64,14 +65,19 @@ class Kept:
     other calls return is copied. Attention's keys and values move in the first step, and where their memory is full.
     """
 
+    begun = False  # whether every sequence's last place had a token
+
     def __init__(self, static: bool = False) -> None:
         self.static = static
         self.state: Any = None
         self.seen = 0
 
-    def store(self, state: Any, tokens: int) -> None:
-        """Keep the state after `tokens` more tokens."""
+    def store(self, state: Any, tokens: int, padding: Unpadded | None = None) -> None:
+        """Keep the state after `tokens` more places of tokens and padding."""
         self.seen += tokens
+        if padding is not None and not len(padding.where):
+            return
+        self.begun = padding is None or padding.begun
         held = self.state
         self.state = put(held, state) if self.static and held is not None and same_shapes(held, state) else state
         self.is_initialized = True

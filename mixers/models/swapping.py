@@ -60,8 +60,10 @@ class SwappedAttention(nn.Module):
             bounds = restarts(position_ids, tokens)
         if bounds is None:
             seen = 0 if layer is None else layer.seen
-            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens)
-        if padding is not None:
+            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens, layer, [self.mixer])
+        if padding is not None and not len(padding.where):
+            y = torch.zeros_like(hidden_states)
+        elif padding is not None:
             y, state = self.mixer(padding.pack(hidden_states), state, padding.cu_seqlens)
             y = padding.unpack(y, hidden_states.shape)
         elif tokens == 1 and state is not None and not torch.is_grad_enabled() and not hooked(self.mixer):
@@ -71,7 +73,7 @@ class SwappedAttention(nn.Module):
         else:
             y, state = self.mixer(hidden_states, state, bounds)
         if layer is not None:
-            layer.store(state, tokens)
+            layer.store(state, tokens, padding)
         return y, None
 
 
