@@ -15,6 +15,7 @@ from dsf.kernels.norm import added_rms_norm
 from dsf.mixers import _beside, _own
 from dsf.mixers.models import parts
 from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.states import ModelState
 from dsf.models import CausalLM, ModelConfig, RotaryAttention, sized
 
 HYBRID = ["gated_deltanet"] * 3 + ["softmax_attention"]
@@ -116,6 +117,11 @@ def test_states_of_other_models_and_batches_are_refused():
         CausalLM(tiny(["mingru"] * 2))(ids, state=CausalLM(tiny(["mingru"] * 2, d_model=64))(ids).state)
     with pytest.raises(dsf.InputError, match="type tuple"):
         model(ids, state=tuple(state.layers))
+    other = CausalLM(tiny(["gated_deltanet", "deltanet"]))
+    for given in (state, state.detach(), state.select(torch.tensor([1, 0])), model.reserve(state, 20)):
+        with pytest.raises(dsf.InputError, match=r"layer 1 is of another model: .* gated_delta.*layer is deltanet"):
+            other(ids, state=given)
+    assert other(ids, state=ModelState(state.layers)).logits.shape == (2, 11, 31)  # of one that was made by hand
 
 
 def test_bad_inputs_are_named():

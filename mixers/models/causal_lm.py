@@ -24,7 +24,7 @@ from dsf.mixers.models.naming import constructor_of, layer_for, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
-from dsf.mixers.models.states import ModelState, check_fit, check_state, sequences_of
+from dsf.mixers.models.states import ModelState, check_fit, check_state, recurrence_of, sequences_of
 from dsf.mixers.models.weights import undecayed_names
 
 Turn = tuple[Tensor, Tensor]  # cos, sin
@@ -137,10 +137,12 @@ class Backbone(nn.Module):
         hidden: gets what every block was given, and the result. in_place: a decode step writes into the memory of
         `state`, as far as mixers can; other calls return new tensors.
         """
+        blocks = list(self._blocks())
+        mixers = [block.mixer for block in blocks]
         if state is not None:
-            check_state(state, len(self.layers), x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
+            check_state(state, mixers, x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
-        after, late, blocks = [], None, list(self._blocks())
+        after, late = [], None
         whole = any(b._forward_hooks or (self.training and b.gradient_checkpointing) for b in blocks)
         open_ended = hidden is None and not whole and self.norm.sums(x)
         for i, block in enumerate(blocks):
@@ -163,7 +165,7 @@ class Backbone(nn.Module):
         x = self.norm(x) if late is None else self.norm.added(x, late)[1]
         if hidden is not None:
             hidden.append(x)
-        return x, ModelState(tuple(after)) if keep else None
+        return x, ModelState(tuple(after), tuple(map(recurrence_of, mixers))) if keep else None
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.layers:
@@ -286,9 +288,9 @@ class CausalLM(nn.Module):
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
         """The state with attention's keys and values in memory for `tokens` of a sequence in all, where steps with
         in_place=True leave them; other states are contiguous. Raises InputError for a state of another model."""
-        check_state(state, len(self.model.layers), None)
-        pairs = zip(self.model._blocks(), state.layers, strict=True)
-        return ModelState(tuple(reserved(block.mixer, s, tokens) for block, s in pairs))
+        mixers = [block.mixer for block in self.model._blocks()]
+        check_state(state, mixers, None)
+        return state.renewed(reserved(mixer, s, tokens) for mixer, s in zip(mixers, state.layers, strict=True))
 
     def generate(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,25 @@ def rows_of(state: Any) -> int | None:
 class ModelState:
     """The states of all layers; immutable, so a stored state is a snapshot.
 
-    layers: the state of each block's mixer. Not a pytree, so that wrappers that cast a module's arguments (FSDP2's
-    mixed precision) leave it in float32.
+    layers: the state of each block's mixer. names: of their recurrences, None where unknown, by which states of equal
+    shapes are told apart. Not a pytree, so that wrappers that cast a module's arguments (FSDP2's mixed precision) leave
+    it in float32.
     """
 
     layers: tuple[Any, ...]
+    names: tuple[str | None, ...] = ()
+
+    def renewed(self, layers: Iterable[Any]) -> ModelState:
+        """The same model's state with other states of the layers."""
+        return ModelState(tuple(layers), self.names)
 
     def select(self, rows: Tensor) -> ModelState:
         """The state of some sequences, in that order (with repetitions: beams). rows: int64 [R]."""
-        return ModelState(tuple(mapped(s, lambda x: x.index_select(0, rows.to(x.device))) for s in self.layers))
+        return self.renewed(mapped(s, lambda x: x.index_select(0, rows.to(x.device))) for s in self.layers)
 
     def detach(self) -> ModelState:
         """The state without its graph, for truncated backpropagation."""
-        return ModelState(tuple(mapped(s, Tensor.detach) for s in self.layers))
+        return self.renewed(mapped(s, Tensor.detach) for s in self.layers)
 
     def numel(self) -> int:
         """The number of stored numbers, for all sequences."""
@@ -99,12 +105,22 @@ def same_shapes(one: Any, other: Any) -> bool:
     ]
 
 
-def check_state(state: Any, layers: int, sequences: int | None) -> None:
+def recurrence_of(mixer: Any) -> str | None:
+    """The name of a mixer's recurrence, None where it has none."""
+    return getattr(getattr(mixer, "recurrence", None), "name", None)
+
+
+def check_state(state: Any, mixers: Sequence[Any], sequences: int | None) -> None:
     """Raise InputError for a state of another model or batch (None: of any)."""
+    layers = len(mixers)
     if not isinstance(state, ModelState):
         raise InputError(f"state is of type {type(state).__name__}, expected the .state of an earlier call")
     if len(state) != layers:
         raise InputError(f"the state is of a model of {len(state)} layers, this one has {layers}")
+    for i, (name, mixer) in enumerate(zip(state.names, mixers, strict=False)):
+        if None not in (name, recurrence_of(mixer)) and name != recurrence_of(mixer):
+            own = f"of {name}, and this layer is {recurrence_of(mixer)}"
+            raise InputError(f"the state of layer {i} is of another model: it is {own}")
     rows = rows_of(state.layers[0]) if layers else None
     if None not in (rows, sequences) and rows != sequences:
         raise InputError(f"the state holds {rows} sequences, the call has {sequences}")
