@@ -37,7 +37,8 @@ from dsf.kernels.norm import gated, gated_rms_norm
 from dsf.kernels.rotary import angles, rotary
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 4, 8192, 2048, 16, 128
-OWN_SIZES = ("s6", "s6_negative", "s6_complex", "ssd", "longhorn", "longhorn_exact")  # d_state and headdim as their papers have them
+# d_state and headdim as their papers have them
+OWN_SIZES = ("s6", "s6_negative", "s6_complex", "ssd", "longhorn", "longhorn_exact")
 CONVOLUTIONS = {  # channels, bias, pieces
     "conv 6144": (6144, False, None),
     "conv 6144, unit q k": (6144, False, UNIT),
