@@ -3,9 +3,10 @@
 import pytest
 import torch
 from test_turns import sample
+from turned_family import two_products
 
 import dsf
-from dsf import I, Key, Pair, Scalar, Steps, System, Value, compose, diag, outer, prev, sigmoid, turn
+from dsf import I, Key, Scalar, System, Value, compose, diag, outer, prev, sigmoid, turn
 from dsf.call.frame import frame_for
 from dsf.language.late import late
 from dsf.mixers import mamba3
@@ -38,14 +39,6 @@ def turned_by_one(q: Key, k: Key, v: Value, a: Scalar, t: Scalar, w: Scalar) -> 
 @dsf.recurrence
 def of_a_sum(q: Key, k: Key, l: Key, v: Value, a: Scalar, w: Scalar) -> System:
     return compose(System(A=I, B=w * prev((k + l) * v)), System(A=sigmoid(a), B=(k + l) * v, C=q))
-
-
-@dsf.recurrence
-def two_products(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], a: Scalar, t: Pair, w: Scalar) -> System:
-    pairs = list(zip(k, v, strict=True))
-    before = [System(A=I, B=prev(b * x) * w) for b, x in pairs]
-    first, second = [b * ((1 - w) * x) for b, x in pairs]
-    return compose(*before, System(A=sigmoid(a) * turn(t), B=first), System(A=I, B=second, C=q))
 
 
 MOVED = [plain, by_key, elementwise, turned_by_one, of_a_sum, mamba3, mamba3_biased, two_products]

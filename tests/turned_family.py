@@ -4,8 +4,8 @@ import torch
 from test_turns import rotary, spiral
 
 import dsf
-from dsf import I, Key, Pair, Param, Scalar, System, Value, compose, l2norm, outer, prev, sigmoid, turn
-from dsf.mixers import mamba3, mamba3_mimo_of
+from dsf import I, Key, Pair, Param, Scalar, Steps, System, Value, compose, l2norm, outer, prev, sigmoid, turn
+from dsf.mixers import mamba3
 from dsf.mixers.mamba3 import mamba3_biased
 
 
@@ -26,7 +26,16 @@ def biased(q: Key, k: Key, v: Value, a: Scalar, t: Param[Pair], u: Param[Key], w
     return System(A=sigmoid(a) * turn(t), B=(k + u) * v, C=w + q)
 
 
-RECURRENCES = [rotary, spiral, delta, one_angle, biased, mamba3, mamba3_biased, mamba3_mimo_of(2)]
+@dsf.recurrence
+def two_products(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], a: Scalar, t: Pair, w: Scalar) -> System:
+    """Two products a token, each written twice."""
+    pairs = list(zip(k, v, strict=True))
+    before = [System(A=I, B=prev(b * x) * w) for b, x in pairs]
+    first, second = [b * ((1 - w) * x) for b, x in pairs]
+    return compose(*before, System(A=sigmoid(a) * turn(t), B=first), System(A=I, B=second, C=q))
+
+
+RECURRENCES = [rotary, spiral, delta, one_angle, biased, mamba3, mamba3_biased, two_products]
 BOUNDS = [0, 0, 17, 18, 18, 130, 147]
 
 
