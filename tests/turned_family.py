@@ -5,7 +5,7 @@ from test_turns import rotary, spiral
 
 import dsf
 from dsf import I, Key, Pair, Param, Scalar, Steps, System, Value, compose, l2norm, outer, prev, sigmoid, turn
-from dsf.mixers import mamba3
+from dsf.mixers import mamba3, mamba3_mimo_of
 from dsf.mixers.mamba3 import mamba3_biased
 
 
@@ -35,7 +35,7 @@ def two_products(q: Key, k: Steps[Key, 2], v: Steps[Value, 2], a: Scalar, t: Pai
     return compose(*before, System(A=sigmoid(a) * turn(t), B=first), System(A=I, B=second, C=q))
 
 
-RECURRENCES = [rotary, spiral, delta, one_angle, biased, mamba3, mamba3_biased, two_products]
+RECURRENCES = [rotary, spiral, delta, one_angle, biased, mamba3, mamba3_biased, two_products, mamba3_mimo_of(2)]
 BOUNDS = [0, 0, 17, 18, 18, 130, 147]
 
 

@@ -108,15 +108,21 @@ def _biased(spec: Spec, x: Expr) -> tuple[Expr, Expr | None]:
 
 def _fits(inner: Spec) -> bool:
     """True for plain systems whose chunk kernels know the gradient of turning a state."""
-    if inner.is_elementwise or apart(inner) or inner.rule is not None or inner.system.read != "after":
+    if inner.is_elementwise or inner.rule is not None or inner.system.read != "after":
         return False
-    if room_of(inner) is not gpu_matrix:
+    run = _run_of(inner)
+    if room_of(run) is not gpu_matrix:
         return False
     try:
-        ops = operands_of(inner)
+        ops = operands_of(run)
     except Unfit:
         return False
     return ops.lefts is None and not ops.keywise and ops.ones is None
+
+
+def _run_of(inner: Spec) -> Spec:
+    """What a run of the kernels computes: the first readout where each has a run of its own."""
+    return next(iter(apart(inner)), inner)
 
 
 def _by_pair(frame: Frame, angle: Expr) -> bool:
@@ -132,8 +138,9 @@ def by_kernels(spec: Spec, bound: Bound, plan: Plan, packed: bool) -> bool:
         return False
     sizes = bound.sizes
     fits = bound.compute == torch.float32 and sizes.tokens > 0 and sizes.keys == sizes.n >= gpu_matrix.FEWEST
-    fits = fits and sizes.batch * sizes.heads <= gpu_matrix.GRID
-    return fits and recipe(spec) is not None and gpu_matrix.channels(frame_for(spec, plan).spec, sizes.p) == sizes.p
+    if not fits or sizes.batch * sizes.heads > gpu_matrix.GRID or recipe(spec) is None:
+        return False
+    return gpu_matrix.channels(_run_of(frame_for(spec, plan).spec), sizes.p) == sizes.p
 
 
 class TurnedByKernels(Framed):
@@ -157,7 +164,7 @@ class TurnedByKernels(Framed):
         heads = [x.shape[2] for x in (scale, pair, *xs) if x is not None] + [x.shape[0] for x in biases]
         recalled = [x.leaf for x in vectors if x.leaf is not None and self.rest is not None]
         common = sizes.heads if recalled else math.lcm(*heads)  # in a state heads that share keys may differ
-        chunk = gpu_matrix.kernel_of(self.frame.spec, sizes, self.bound.dtype, self.bound.device)[1]
+        chunk = gpu_matrix.kernel_of(_run_of(self.frame.spec), sizes, self.bound.dtype, self.bound.device)[1]
         firsts = [self.first(leaf) for leaf in recalled]
         delayed = sum(1 << i for i, x in enumerate(vectors) if x.leaf is not None)
         biased = sum(1 << i for i, x in enumerate(vectors) if x.bias is not None)

@@ -115,7 +115,8 @@ def run_matrix(
     together = max(GRID // bound.sizes.heads, 1)
     outputs, finals, turns = [], [], list[Any]()
     if bound.turns is not None:  # of batches that run in one part (dsf.call.turned)
-        marks, names = bound.turns.marks, [i.name for i in spec.inputs]
+        names = [i.name for i in spec.inputs]
+        marks = {name: x for name, x in bound.turns.marks.items() if name in names}  # a readout's run takes its own
         turns = [None, bound.turns.border, list(marks.values()), [names.index(x) for x in marks]]
     for first in range(0, batch, together):
         part = slice(first, first + together)
