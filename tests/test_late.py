@@ -9,7 +9,7 @@ import dsf
 from dsf import I, Key, Scalar, System, Value, compose, diag, outer, prev, sigmoid, turn
 from dsf.call.frame import frame_for
 from dsf.language.late import late
-from dsf.mixers import mamba3
+from dsf.mixers import mamba3, mamba3_mimo_of
 from dsf.mixers.mamba3 import mamba3_biased
 
 
@@ -41,7 +41,24 @@ def of_a_sum(q: Key, k: Key, l: Key, v: Value, a: Scalar, w: Scalar) -> System:
     return compose(System(A=I, B=w * prev((k + l) * v)), System(A=sigmoid(a), B=(k + l) * v, C=q))
 
 
-MOVED = [plain, by_key, elementwise, turned_by_one, of_a_sum, mamba3, mamba3_biased, two_products]
+@dsf.recurrence
+def gated(q: Key, p: Key, k: Key, v: Value, u: Value, a: Scalar, w: Scalar) -> System:
+    before = System(A=I, B=w * prev(k * v))
+    return compose(before, System(A=sigmoid(a), B=k * v, C=(q * u + p) * sigmoid(u), D=u * v))
+
+
+MOVED = [
+    plain,
+    by_key,
+    elementwise,
+    turned_by_one,
+    of_a_sum,
+    mamba3,
+    mamba3_biased,
+    two_products,
+    mamba3_mimo_of(2),
+    gated,
+]
 EVERY = pytest.mark.parametrize("r", MOVED, ids=lambda r: r.name)
 
 

@@ -3,12 +3,15 @@
 Mamba-3's trapezoid (arXiv 2603.15569) writes X_t = k_t v_tᵀ twice, at token t and once more as token t + 1 begins:
 S_t = A_t (S_{t-1} + g_t X_{t-1}) + w_t X_t. The state without what a token writes last, S'_t = S_t - w_t X_t, obeys
 S'_t = A_t (S'_{t-1} + (w_{t-1} + g_t) X_{t-1}), one write a token, and C_tᵀ S_t = C_tᵀ S'_t + w_t ⟨C_t, k_t⟩ v_t. At
-the first token of a call w_{t-1} is 0, as its state has that write; the last state takes w_T X_T.
+the first token of a call w_{t-1} is 0, as its state has that write; the last state takes w_T X_T. Where C is a sum of
+keys with gates by channel, ⟨C_t, k_t⟩ is one with the same gates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 from dsf.language.derived import derived
@@ -17,6 +20,7 @@ from dsf.language.frame import Frame, Late, Made, map_system, turns
 from dsf.language.functions import sum_key
 from dsf.language.gauge import NoGaugeError, into_gauge
 from dsf.language.operator import I, diag, factors_of, quotient, split_factors, summands, times
+from dsf.language.reads import expanded
 from dsf.language.system import System
 
 if TYPE_CHECKING:
@@ -66,8 +70,8 @@ def late(spec: Spec) -> Frame | None:
     skip, c = spec.system.D, spec.readout
     for pair in pairs:
         key, value = split_factors(pair.x, lambda factor: KEY in factor.axes)
-        seen = plain(pair.own * sum_key(c * key))
-        made.torch[seen] = made.node("seen", frozenset())
+        seen = plain(pair.own * _read(c, key))
+        made.torch[seen] = made.node("seen", seen.axes)
         own = times(made.torch[seen], value)
         skip = own if skip is const(0) else skip + own
     total = parts[0]
@@ -81,7 +85,9 @@ def _pairs(spec: Spec) -> list[_Pair]:
     """All writes of a token, if it makes each of them twice and only decays and turns in between; else none."""
     system = spec.system
     special = (system.normalize, system.gauge, system.window, system.solve)
-    if spec.made or any(x is not None for x in special) or system.read != "after" or spec.readout.axes != {KEY}:
+    if spec.made or any(x is not None for x in special) or system.read != "after":
+        return []
+    if any(read.axes != {KEY} for _, read in _reads(spec.readout)):
         return []
     again = [write for step in system.micro_steps if (write := _again(step)) is not None]
     first, *rest = system.micro_steps[len(again) :] or (None,)
@@ -97,6 +103,17 @@ def _pairs(spec: Spec) -> list[_Pair]:
         own.remove(found[0])
         pairs.append(_Pair(scale, x, found[1]))
     return [] if own else pairs
+
+
+def _reads(c: Expr) -> list[tuple[Expr, Expr]]:
+    """(gate, key) of the products whose sum is C, which is one where it has no gate."""
+    parts = expanded(c) if VALUE in c.axes else [c]
+    return [split_factors(part, lambda factor: KEY not in factor.axes) for part in parts]
+
+
+def _read(c: Expr, key: Expr) -> Expr:
+    """⟨C, key⟩."""
+    return reduce(add, [times(gate, sum_key(read * key)) for gate, read in _reads(c)])
 
 
 def _again(step: System) -> tuple[Expr, Expr] | None:
