@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,22 @@ def hooked(module: nn.Module) -> bool:
     """Whether somebody looks at what goes into a module or comes out of it, or replaced its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in module.__dict__
+
+
+def loaded(*modules: nn.Module) -> AbstractContextManager[Any]:
+    """Where these modules' weights are read by another module, which does not call them: those that accelerate keeps
+    elsewhere are in place inside."""
+    kept = [m for m in modules if hasattr(m, "_hf_hook")]
+    return _loaded(kept) if kept else nullcontext()
+
+
+@contextmanager
+def _loaded(modules: Sequence[Any]) -> Iterator[None]:
+    for m in modules:
+        m._hf_hook.pre_forward(m)
+    yield
+    for m in modules:
+        m._hf_hook.post_forward(m, None)
 
 
 def plain_map(module: Any) -> tuple[Tensor, Tensor | None] | None:

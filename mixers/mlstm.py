@@ -11,7 +11,7 @@ import dsf
 from dsf import Expr, Key, N, Param, Scalar, System, Value, abs, exp, maximum, sigmoid, silu
 from dsf.kernels.product import by_blocks, linear
 from dsf.language.errors import InputError
-from dsf.mixers._beside import hooked, product_of
+from dsf.mixers._beside import hooked, loaded, product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
@@ -237,7 +237,11 @@ class MLSTM(Mixer):
         return u, (u, *z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        heads, raw = self.dims[0], side[0]
+        with loaded(self.q_proj, self.k_proj, self.v_proj, self.gates):
+            return self._arguments(u, side[0])
+
+    def _arguments(self, u: Tensor, raw: Tensor) -> dict[str, Tensor]:
+        heads = self.dims[0]
         if u.shape[1] == 1 and not torch.is_grad_enabled():  # launches are what a token costs, not copies
             maps, xs = (self.q_proj, self.k_proj, self.v_proj), (u, u, raw)
             if all(type(m) is Blocks and not hooked(m) for m in maps):

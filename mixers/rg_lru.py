@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import dsf
 from dsf import Expr, Param, Scalar, System, Value, exp, expm1, maximum, sigmoid, softplus, sqrt, where
 from dsf.kernels.norm import gated
-from dsf.mixers._beside import product_of
+from dsf.mixers._beside import loaded, product_of
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._own import Owner, inverse_softplus, normal
@@ -134,15 +134,10 @@ class RGLRU(Mixer):
         starts = span.starts(u)
         if reset is not None:
             starts = torch.maximum(starts, (reset != 0).to(u.dtype))
-        return {
-            "x": x,
-            "r": self.recurrence_gate(x),
-            "i": self.input_gate(x),
-            "reset": starts.unsqueeze(2),
-            "Lambda": self.Lambda,
-            "r0": self.recurrence_gate.bias,
-            "i0": self.input_gate.bias,
-        }
+        gates = {"r": self.recurrence_gate(x), "i": self.input_gate(x)}
+        with loaded(self.recurrence_gate, self.input_gate):
+            biases = {"r0": self.recurrence_gate.bias, "i0": self.input_gate.bias}
+        return {"x": x, **gates, "reset": starts.unsqueeze(2), "Lambda": self.Lambda, **biases}
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y = y.flatten(2)

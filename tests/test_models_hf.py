@@ -516,12 +516,17 @@ def test_layers_without_a_state_generate_from_whole_sequences_alone(mixers):
     assert torch.equal(generated(model, ids, use_cache=False), found)
 
 
-def test_offloaded_weights_are_there_for_every_token():
+@pytest.mark.parametrize("mixers", [["gated_deltanet", "softmax_attention"], ["mlstm", "rg_lru"]], ids="+".join)
+def test_offloaded_weights_are_there_for_every_token(mixers):
     accelerate = pytest.importorskip("accelerate")
-    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
-    expected = generated(model, ids)
+    model, ids = tiny(mixers), prompt()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        logits, expected = model(ids).logits, generated(model, ids)
     accelerate.cpu_offload(model, torch.device("cpu"))
-    assert model.model.layers[0].mixer.A_log.is_meta
+    assert all(p.is_meta for p in model.model.layers[0].mixer.parameters())
+    torch.testing.assert_close(model(ids).logits, logits)
     assert torch.equal(generated(model, ids), expected)
 
 
