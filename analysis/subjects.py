@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +71,9 @@ class Subject:
             return f"{tokens}·H·(N+P{'+1' * (spec.decay_kind != 'identity')})"
         if spec.frame is not None and spec.frame.leaves:
             columns = {frozenset({VALUE}): "⌈P/N⌉" if spec.has_key else "P", frozenset({KEY, VALUE}): "P"}
-            each = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]
+            kinds = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]
+            counts = Counter(kinds)
+            each = [str(n) if kind == "1" else f"{n}·{kind}".removeprefix("1·") for kind, n in counts.items()]
             own = Subject(self.name, Recurrence(spec.inner), None).state_formula().removeprefix("H·").removeprefix("N·")
             return f"{'H·N·' if spec.has_key else 'H·'}({'+'.join([own.strip('()'), *each])})"
         (_, few), (rows, more) = (self.recurrence.state_shape(N=1, P=p) for p in (1, 2))
