@@ -62,13 +62,13 @@ class _Trainer(Trainer):
 
     model: Any  # transformers declares each of these as optional
     args: Any
-    _graphed: Graphed | None
     optimizer: Any
     lr_scheduler: Any
     train_dataset: Any
 
     def __init__(self, prepared: Prepared, model: Any, arguments: TrainingArguments, progress: Progress | None) -> None:
-        self.prepared, self._graphed = prepared, None
+        self.prepared = prepared
+        self._graphed: Graphed | None = None
         super().__init__(
             model, arguments, train_dataset=prepared.train, eval_dataset=prepared.held_out, callbacks=[_Watch(progress)]
         )

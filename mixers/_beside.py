@@ -43,9 +43,11 @@ def loaded(*modules: nn.Module) -> AbstractContextManager[Any]:
 def _loaded(modules: Sequence[Any]) -> Iterator[None]:
     for m in modules:
         m._hf_hook.pre_forward(m)
-    yield
-    for m in modules:
-        m._hf_hook.post_forward(m, None)
+    try:
+        yield
+    finally:
+        for m in modules:
+            m._hf_hook.post_forward(m, None)
 
 
 def plain_map(module: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -1,9 +1,8 @@
 """Mamba-3: a trapezoid in time, transitions that turn, decays that tokens choose."""
 
 import math
-from collections.abc import Iterable
-from functools import lru_cache, partial, reduce
-from operator import add
+from functools import lru_cache, partial
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,7 @@ from dsf.mixers._conv import split_heads
 from dsf.mixers._mamba import grouped, whole_group
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm, gated
-from dsf.mixers._own import time_step
+from dsf.mixers._own import full, time_step
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts
@@ -101,22 +100,13 @@ def mamba3_mimo_of(rank: int) -> Recurrence:
         a_t, pairs = _transition(delta, a, -angle), list(zip(b, x, strict=True))
         before = [System(A=I, B=prev(k * v) * ((1 - share) * delta)) for k, v in pairs]
         *now, last = [System(A=I if r else a_t, B=k * (share * delta * v)) for r, (k, v) in enumerate(pairs)]
-        read = _sum(q * weight for q, weight in zip(c, g, strict=True))
-        skip = D * _sum(v * weight for v, weight in zip(x, g, strict=True))
-        return compose(*before, *now, System(A=last.A, B=last.B, C=read, D=skip))
+        read, through = (sum(map(mul, part, g)) for part in (c, x))
+        return compose(*before, *now, System(A=last.A, B=last.B, C=read, D=D * through))
 
     return mimo
 
 
-def _sum(parts: Iterable[Expr]) -> Expr:
-    return reduce(add, parts)
-
-
 mamba3_mimo = mamba3_mimo_of(RANK)
-
-
-def _filled(*shape: int, number: float) -> Tensor:
-    return torch.full(shape, number)
 
 
 class Mamba3(Mixer):
@@ -185,10 +175,10 @@ class Mamba3(Mixer):
         self.is_mimo = is_mimo
         if is_mimo:
             self.recurrence = mamba3_mimo_of(mimo_rank)
-            self.own("mimo_x", partial(_filled, number=1 / mimo_rank), heads, mimo_rank, headdim)
+            self.own("mimo_x", partial(full, value=1 / mimo_rank), heads, mimo_rank, headdim)
             if not bare:
                 self.own("mimo_z", torch.ones, heads, mimo_rank, headdim)
-            self.own("mimo_o", partial(_filled, number=1 / mimo_rank), heads, mimo_rank, headdim)
+            self.own("mimo_o", partial(full, value=1 / mimo_rank), heads, mimo_rank, headdim)
         self.B_norm = GatedRMSNorm(d_state)
         self.C_norm = GatedRMSNorm(d_state)
         self.own("D", torch.ones, heads, kind="rate")

@@ -1,6 +1,7 @@
 """Folders as save_pretrained writes them, with tiny random models and a tokenizer of single letters."""
 
 import convert_models as zoo
+import torch
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRST .,"
 TEXT = (
@@ -19,3 +20,10 @@ def save(model_type, folder):
     vocabulary = {letter: place for place, letter in enumerate(LETTERS, start=3)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, []))).save_pretrained(folder)
     return folder
+
+
+def by_whole_sequences(model, ids, tokens=6):
+    """The likeliest tokens after ids, each from all before it, without a cache."""
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids

@@ -10,8 +10,6 @@ keys with gates by channel, ⟨C_t, k_t⟩ is one with the same gates.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING
 
 from dsf.language.derived import derived
@@ -113,7 +111,7 @@ def _reads(c: Expr) -> list[tuple[Expr, Expr]]:
 
 def _read(c: Expr, key: Expr) -> Expr:
     """⟨C, key⟩."""
-    return reduce(add, [times(gate, sum_key(read * key)) for gate, read in _reads(c)])
+    return sum((times(gate, sum_key(read * key)) for gate, read in _reads(c)), const(0))
 
 
 def _again(step: System) -> tuple[Expr, Expr] | None:

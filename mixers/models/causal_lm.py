@@ -103,8 +103,8 @@ class Block(nn.Module):
         self, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, turn: Turn | None, keep: bool, in_place: bool
     ) -> tuple[Tensor, Any]:
         one = x.shape[1] == 1 and state is not None and cu_seqlens is None and not torch.is_grad_enabled()
-        called = getattr(self.mixer, "parallel", None) is not None or hooked(self.mixer)  # a step passes hooks by
-        if one and not called:  # a decode step is one launch
+        # a decode step is one launch, but passes hooks by
+        if one and getattr(self.mixer, "parallel", None) is None and not hooked(self.mixer):
             now: dict[str, Any] = {"in_place": True} if in_place else {}
             if turn is not None:
                 now |= {"cos": turn[0][:, 0], "sin": turn[1][:, 0]}

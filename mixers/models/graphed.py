@@ -1,7 +1,7 @@
 """Training steps of few tokens: forward and backward of a loss as a CUDA graph, which the host issues at once.
 
-The host needs about as long for a step of 2,000 tokens as for one of 30,000. Where the GPU is done before, it waits
-for the next launch; a graph has all of them.
+The host needs about as long for a step of few tokens as for one of many. Where the GPU is done before, it waits for the
+next launch; a graph has all of them.
 """
 
 from __future__ import annotations
