@@ -1,5 +1,7 @@
 """Training steps from a CUDA graph (mixers/models/graphed.py), with a graph of a CPU in place of CUDA's."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
@@ -43,7 +45,6 @@ def made(monkeypatch):
 
     monkeypatch.setattr(graphed, "capture", capture)
     monkeypatch.setattr(graphed, "capturable", lambda parameters, device: True)
-    monkeypatch.setattr(graphed, "recover", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     return found
 
@@ -161,3 +162,22 @@ def test_hooks_are_called(monkeypatch):
     assert graphed.capturable([parameter], device)
     parameter.register_post_accumulate_grad_hook(lambda p: None)
     assert not graphed.capturable([parameter], device)
+
+
+def test_random_numbers_work_again_after_a_capture_that_failed(monkeypatch):
+    done, device = [], torch.device("cpu")
+
+    @contextmanager
+    def graph(*args, **options):
+        yield
+        done.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(graphed, "recover", lambda device: done.append("recovered"))
+    with graphed.capturing(device):
+        pass
+    with pytest.raises(RuntimeError, match="refused"), graphed.capturing(device):
+        raise RuntimeError("refused")
+    assert done == ["captured", "recovered"]

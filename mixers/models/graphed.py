@@ -7,7 +7,8 @@ next launch; a graph has all of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,6 @@ class Graphed:
         try:
             return capture(self._eager, parameters, tensors, self._pool)
         except RuntimeError as error:
-            recover(parameters[0].device)
             first = str(error).strip().partition("\n")[0]
             warnings.warn(f"a training step goes on without a CUDA graph, which refuses it: {first}", stacklevel=4)
             return None
@@ -134,11 +134,22 @@ def capture(
     step: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], pool: Any
 ) -> Captured:
     """A graph of step(tensors), which returns a loss and makes the parameters' gradients. Nothing is computed yet."""
-    inputs, graph = tuple(x.clone() for x in tensors), torch.cuda.CUDAGraph()
-    # other threads may go on meanwhile
-    with torch.cuda.device(parameters[0].device), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+    inputs = tuple(x.clone() for x in tensors)
+    with capturing(parameters[0].device, pool) as graph:
         loss = step(inputs)
     return Captured(graph.replay, inputs, loss, [p.grad for p in parameters])
+
+
+@contextmanager
+def capturing(device: torch.device, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """A graph of what is launched inside, while other threads may go on. Raises RuntimeError where CUDA refuses."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            yield graph
+    except RuntimeError:
+        recover(device)
+        raise
 
 
 def recover(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsf.language.errors import InputError
 from dsf.mixers._beside import hooked
 from dsf.mixers._states import caches_of, most_of, overwritten, room_of
+from dsf.mixers.models.graphed import capturing
 from dsf.mixers.models.states import ModelState, tensors_of
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable
             for _ in range(RUNS - 1):
                 step()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on meanwhile
+        with capturing(device) as graph:
             found = step()
     return graph.replay, found
 
