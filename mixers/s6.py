@@ -41,8 +41,8 @@ def s6_complex(
 ) -> System:
     """S6 with complex rates: a head is a channel, with N / 2 oscillations that decay and turn by its time step.
 
-    Source: Gu & Dao (arXiv 2312.00752), Section 3.6 and Appendix D, with the released code's Euler step for B. Symbols:
-    as in s6; A = -exp(A_log) + i A_imag; b and c hold (re, im) and (re, -im) in pairs.
+    Source: Gu & Dao (arXiv 2312.00752), Section 3.6, with the released code's Euler step for B. Symbols: as in s6;
+    A = -exp(A_log) + i A_imag; b and c hold (re, im) and (re, -im) in pairs.
     """
     delta = softplus(dt)
     return System(A=diag(exp(-exp(A_log) * delta)) @ turn(A_imag * delta), B=b * (delta * x), C=c, D=D * x)
