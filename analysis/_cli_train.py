@@ -32,7 +32,7 @@ def train(
     seq: Annotated[int, typer.Option(min=2, help="tokens a sequence")] = 256,
     bf16: Annotated[bool, typer.Option("--bf16", help="matrix products in bfloat16")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="through torch.compile")] = False,
-    graph: Annotated[bool, typer.Option(help="steps of one GPU from a CUDA graph")] = True,
+    graph: Annotated[bool, typer.Option(help="steps on a GPU from a CUDA graph")] = True,
     seed: Annotated[int, typer.Option(min=0, help="seed of weights and data")] = 0,
     cp: Annotated[int, typer.Option(min=1, help="number of torchrun's processes that share every sequence")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="number of torchrun's processes that share heads and parameters")] = 1,

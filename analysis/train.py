@@ -44,7 +44,7 @@ class Run:
     Python's documentation. size: of `dsf.models.SIZES`. tokenizer: "bytes", or a folder that save_pretrained wrote.
     batch: sequences a step; seq: tokens a sequence. lr: the highest learning rate, None for that of the size. saves:
     number of checkpoints. cp, tp: sizes of the groups of torchrun's processes that share each sequence, and the heads;
-    the groups share the batch. graph: one GPU takes steps from a CUDA graph, unless they go through torch.compile.
+    the groups share the batch. graph: steps on GPUs come from a CUDA graph, unless they go through torch.compile.
     """
 
     mixer: str

@@ -80,10 +80,18 @@ class _Trainer(Trainer):
         """The mean over the batch's targets, which the model counts: early releases of 5 count the first token too."""
         return super().compute_loss(*args, **{**kwargs, "num_items_in_batch": None})
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; then free the graphs, for which NCCL would wait when the process group is destroyed."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._graphed is not None:
+                self._graphed.clear()
+
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch, with gradients in .grad; from a CUDA graph where the run asks for one."""
         run = self.prepared.run
-        if not run.graph or run.compile or run.ranks.world > 1 or self.args.device.type != "cuda":
+        if not run.graph or run.compile or self.args.device.type != "cuda":
             return super().training_step(model, inputs, *args, **kwargs)
         model.train()
         if self._graphed is None:

@@ -12,6 +12,7 @@ backward pass. The same start and the same tokens: first all together, then ever
 process is one GPU). Losses of every step, tokens a second (median step, the first two left out), peak memory. tokens:
 words of a random language, some often and most seldom, as Zipf's law has it; every other one is of the few that the
 word before allows. It is learned little by little: where nothing is to be seen for many steps, two runs part by chance.
+--graphed: forward and backward from a CUDA graph (dsf.models.Graphed), collectives too.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from models_work import DEVICE, VOCABULARY, fresh_peak, peak
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsf
-from dsf.models import CausalLM, next_labels, sized
+from dsf.models import CausalLM, Graphed, next_labels, sized
 
 MIXERS = ["gated_deltanet"] * 3 + ["softmax_attention"]
 TOKENS, STEPS = {False: 131072, True: 301}, {False: 100, True: 4}  # by --dry
@@ -66,7 +67,7 @@ def trained(asked, ids, sequence, mesh):
     fresh_peak()
     with torch.device(ids.device):
         model = CausalLM(sized("tiny" if asked.dry else "340m", MIXERS, VOCABULARY, fused_loss=True)).train()
-    model.enable_gradient_checkpointing()
+    model.enable_gradient_checkpointing(preserve_rng_state=not asked.graphed)
     if sequence is not None:
         dsf.parallel.attach(model, sequence)
         dsf.parallel.prepare(model, mesh=mesh)
@@ -74,6 +75,13 @@ def trained(asked, ids, sequence, mesh):
     warm = max(1, len(ids) // 10)  # steps until the whole rate
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
     losses, times, ranks = [], [], 1 if sequence is None else sequence.ranks
+
+    def loss_of(given, labels, count):
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            loss = model(given, shift_labels=labels, num_items_in_batch=count, return_state=False).loss
+        return loss * ranks  # FSDP takes the mean over ranks, and the loss is the sum
+
+    graphed = Graphed(model, loss_of)
     for row in ids:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
@@ -82,19 +90,24 @@ def trained(asked, ids, sequence, mesh):
         count = (labels != -100).sum()
         if sequence is not None:
             given, labels = sequence.shard(given, labels)
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            loss = model(given, shift_labels=labels, num_items_in_batch=count, return_state=False).loss
-        (loss * ranks).backward()  # FSDP takes the mean over ranks, and the loss is the sum
+        if asked.graphed:
+            loss = graphed(given, labels, count)
+        else:
+            loss = loss_of(given, labels, count)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         rate.step()
         optimizer.zero_grad(set_to_none=True)
-        found = loss.detach().clone()
+        found = loss.detach() / ranks
         if sequence is not None:
             dist.all_reduce(found)
         losses.append(found.item())
         times.append((time.perf_counter() - begin) * 1e3)
-    return {"losses": losses, "ms": statistics.median(times[2:] or times), "ms_all": times, "peak_mib": peak()}
+    graphs = len(graphed.graphs)
+    graphed.clear()  # NCCL waits for its graphs
+    ms = statistics.median(times[2:] or times)
+    return {"losses": losses, "ms": ms, "ms_all": times, "peak_mib": peak(), "graphs": graphs}
 
 
 def halves(asked, facts):
@@ -103,7 +116,7 @@ def halves(asked, facts):
         return {}
     data = json.loads(asked.json.read_text())
     found = {who: data[who] for who in HALVES if who in data}
-    same = all(data.get(name) == x for name, x in facts.items())
+    same = all(data.get(name, False) == x for name, x in facts.items())
     same = same and all(len(x["losses"]) == asked.steps for x in found.values())
     return found if same and len(found) == 1 else {}
 
@@ -153,6 +166,7 @@ def main():
     parser.add_argument("--steps", type=int, help="100, with --dry 4")
     parser.add_argument("--layout", default="contiguous", help="headtail balances the work of softmax attention")
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--graphed", action="store_true", help="steps from a CUDA graph")
     parser.add_argument("--dry", action="store_true", help="on a CPU, tiny: whether all of it runs")
     parser.add_argument("--half", choices=HALVES, help="measure this half alone")
     parser.add_argument("--join", type=Path, nargs=2, metavar=("RANKS", "ONE"), help="measure nothing: join two halves")
@@ -175,6 +189,7 @@ def main():
     facts = {
         "device": "cpu" if asked.dry else torch.cuda.get_device_name(), "torch": torch.__version__,
         "commit": asked.commit, "tokens": asked.tokens, "layout": asked.layout, "ranks_count": sequence.ranks,
+        "graphed": asked.graphed,
     }  # fmt: skip
     found = halves(asked, facts)
     for who in HALVES:

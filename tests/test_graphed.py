@@ -44,7 +44,7 @@ def made(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(graphed, "capture", capture)
-    monkeypatch.setattr(graphed, "capturable", lambda parameters, device: True)
+    monkeypatch.setattr(graphed, "capturable", lambda model, device: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     return found
 
@@ -154,14 +154,18 @@ def test_a_cpu_takes_its_steps_as_ever():
     assert not step.graphs
 
 
-def test_hooks_are_called(monkeypatch):
-    parameter = torch.nn.Parameter(torch.ones(3))
-    assert not graphed.capturable([parameter], torch.device("cpu"))
+def test_hooks_and_processes_without_nccl_take_no_graph(monkeypatch):
+    model = torch.nn.Linear(3, 1)
+    assert not graphed.capturable(model, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = type("Device", (), {"type": "cuda", "__eq__": lambda self, other: True, "__hash__": object.__hash__})()
-    assert graphed.capturable([parameter], device)
-    parameter.register_post_accumulate_grad_hook(lambda p: None)
-    assert not graphed.capturable([parameter], device)
+    assert graphed.capturable(model, device)
+    monkeypatch.setattr(graphed, "ranks", lambda: 2)
+    for backend, captured in (("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True)):
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda backend=backend: backend)
+        assert graphed.capturable(model, device) == captured
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert not graphed.capturable(model, device)
 
 
 def test_random_numbers_work_again_after_a_capture_that_failed(monkeypatch):

@@ -305,10 +305,15 @@ class CausalLM(nn.Module):
         See `sample`."""
         return sample(self, ids, n, temperature, top_k, generator, graph)
 
-    def enable_gradient_checkpointing(self, on: bool = True) -> None:
-        """Keep only the inputs of blocks in training, and compute the rest again in the backward pass."""
+    def enable_gradient_checkpointing(self, on: bool = True, **options: Any) -> None:
+        """Keep only the inputs of blocks in training, and compute the rest again in the backward pass.
+
+        options: those of torch.utils.checkpoint.checkpoint. A CUDA graph needs preserve_rng_state=False, which is right
+        for blocks without random numbers: dsf's layers use none.
+        """
         for block in self.model._blocks():
             block.gradient_checkpointing = on
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **options)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay: rates, biases, norms, but not embeddings."""

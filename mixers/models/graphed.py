@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsf.kernels.recent import Recent
@@ -42,9 +43,13 @@ class Graphed:
     The first two calls of a kind run as without a graph, the third is captured: what Python does in loss_of is then as
     it was in that call. Shapes and dtypes of the tensors, autocast, the modes of all modules and which parameters want
     gradients make a kind. Where parameters have moved, everything is captured anew. Without a graph run: kinds beyond
-    the first eight, calls on a CPU or in one of several processes, models on several devices and parameters with hooks.
-    So does, with a warning, what CUDA refuses to capture: a loss_of in which the host waits for a result, and the first
-    capture while a result of another call still has its graph.
+    the first eight, calls on a CPU, models on several devices, parameters with hooks, DistributedDataParallel, and
+    several processes without NCCL. So does, with a warning, what CUDA refuses to capture: a loss_of in which the host
+    waits for a result, and the first capture while a result of another call still has its graph.
+
+    In one of several processes (tokens, heads and parameters over ranks: `dsf.parallel`) collectives are captured as
+    well. What CUDA refuses is a RuntimeError there, since other ranks wait for this one's collectives. Call `clear`
+    before the process group is destroyed: NCCL waits for its graphs.
 
     Gradients lie in memory that the next call overwrites: copy those that are to be kept. A graph keeps the memory of a
     whole step.
@@ -62,16 +67,20 @@ class Graphed:
         parameters = list(self.model.parameters())
         device = parameters[0].device
         tensors = tuple(x.to(device, non_blocking=True) for x in tensors)
-        captured = self._captured(parameters, tensors) if capturable(parameters, device) else None
+        captured = self._captured(parameters, tensors) if capturable(self.model, device) else None
         return self._eager(tensors) if captured is None else self._replay(captured, parameters, tensors)
+
+    def clear(self) -> None:
+        """Free the graphs and their memory. The next calls begin anew."""
+        self.graphs.clear()
+        self._calls.clear()
 
     def _captured(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Captured | None:
         """The graph of a call, or None where there is none yet."""
-        places = [p.data_ptr() for p in parameters]
+        places = [local(p).data_ptr() for p in parameters]
         if places != self._places:
             self._places = places
-            self.graphs.clear()
-            self._calls.clear()
+            self.clear()
         kind = (
             tuple((x.shape, x.dtype) for x in tensors),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -100,6 +109,8 @@ class Graphed:
         try:
             return capture(self._eager, parameters, tensors, self._pool)
         except RuntimeError as error:
+            if ranks() > 1:
+                raise RuntimeError("CUDA refuses a graph of this step, for which other ranks wait") from error
             first = str(error).strip().partition("\n")[0]
             warnings.warn(f"a training step goes on without a CUDA graph, which refuses it: {first}", stacklevel=4)
             return None
@@ -120,14 +131,28 @@ class Graphed:
         return captured.loss.clone()
 
 
-def capturable(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Whether a graph can stand for a step with these parameters, the first of which is on this device."""
+def capturable(model: nn.Module, device: torch.device) -> bool:
+    """Whether a graph can stand for a step of a model, whose first parameter is on this device."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
-    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if shared and torch.distributed.get_world_size() > 1:
+    if ranks() > 1 and "cuda:nccl" not in str(dist.get_backend_config()):
         return False
-    return all(p.device == device and not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters)
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        return False
+    return all(
+        p.device == device and not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in model.parameters()
+    )
+
+
+def ranks() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@torch.no_grad()
+def local(x: Tensor) -> Tensor:
+    """What this rank has of a tensor, which may be a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def capture(

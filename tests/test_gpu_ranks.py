@@ -1,0 +1,55 @@
+"""Training steps from CUDA graphs over two GPUs (tests/ranks_graphed.py), and `dsf train` with them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_graphed import CASES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+HERE = Path(__file__).parent
+
+
+def torchrun(*words, folder):
+    """Run a command on two ranks in a folder."""
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    return subprocess.run(started, cwd=folder, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = torchrun(str(HERE / "ranks_graphed.py"), str(folder), folder=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_from_a_graph_are_those_without_one(found, name):
+    for rank in found:
+        assert rank[name].get("equal"), rank[name]
+        assert rank[name]["graphs"] == len(CASES[name].get("lengths", (0,)))
+
+
+@pytest.mark.parametrize("words", [("--cp", "2"), ("--tp", "2"), ()], ids=str)
+def test_dsf_train_with_graphs_is_without(tmp_path, words):
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    text = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 400
+    (tmp_path / "text.txt").write_text(text)
+    for name, more in (("graph", ()), ("eager", ("--no-graph",))):
+        done = torchrun(
+            "-m", "dsf.analysis.cli", "train", "--mixer", "gated_deltanet", "--text", "text.txt", "--steps", "8",
+            "--seq", "64", "--batch", "4", "--device", "cuda", "--bf16", "--out", name, *words, *more, folder=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("graph", "eager"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
