@@ -208,12 +208,12 @@ class RWKV7(TimeMix):
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
         gate = (inputs.pop("gate"),) if self.gated else ()
-        return (*(inputs[name] for name in "rkva"), *gate)
+        return (*(inputs[name] for name in ("r", "k", "v", "a", "a0")), *gate)  # FSDP frees rates before `readout`
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
-        fixed = self.a0, self._heads(self.k_a), self.r_k, self._heads(self.ln_weight), self._heads(self.ln_bias)
-        known = y, *side[:4], *fixed
-        y = gated_read(*known, self._heads(side[4])) if self.gated else read(*known)
+        fixed = self._heads(self.k_a), self.r_k, self._heads(self.ln_weight), self._heads(self.ln_bias)
+        known = y, *side[:5], *fixed
+        y = gated_read(*known, self._heads(side[5])) if self.gated else read(*known)
         return self.output(y.flatten(2))
 
 

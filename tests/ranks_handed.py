@@ -11,10 +11,12 @@ import ranks_work
 import torch
 from ranks_work import OUTPUT, layer_error, own, summed, whole_and_own, worst
 from structures import gated_delta, sample, turned_delta
+from test_graphed import Replayed
 from torch.distributed.device_mesh import init_device_mesh
 
+import dsf.models
 from dsf import mixers
-from dsf.parallel import Sequence
+from dsf.parallel import Sequence, attach, prepare
 
 
 def two():
@@ -25,7 +27,45 @@ def two():
     found["mesanet"] = max(layer_error("mesanet", cp), solved(cp))
     found["turns of half precision"] = max(half_turns(cp, dtype) for dtype in (torch.bfloat16, torch.float16))
     found["hybrid"] = hybrid()
+    found["steps from a graph"] = graphed()
+    found["rates over ranks"] = max(rates_over_ranks())
     return found, *rest
+
+
+def graphed():
+    """How far training steps over both ranks from a graph, a CPU's in place of CUDA's, are from those without one."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    cp, found = Sequence(mesh), []
+    for capturable in (True, False):
+        model = prepare(attach(ranks_work.small_model(), cp), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_of(ids, labels, model=model):
+            return model(ids, shift_labels=labels, return_state=False).loss
+
+        step, losses = dsf.models.Graphed(model, loss_of), []
+        instead = {"capture": Replayed, "capturable": lambda *_, is_so=capturable: is_so}
+        with mock.patch.multiple("dsf.mixers.models.graphed", **instead), mock.patch("torch.cuda.graph_pool_handle"):
+            for number in range(5):
+                ids = torch.randint(17, (2, 10), generator=torch.Generator().manual_seed(number))
+                losses.append(step(*cp.shard(ids, dsf.models.next_labels(ids))))
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert len(step.graphs) == capturable
+        found.append([torch.stack(losses), *(p.detach().full_tensor() for p in model.parameters())])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def rates_over_ranks():
+    """By how much y of every layer that has rates differs where its parameters are divided, relative to the largest."""
+    torch.manual_seed(5)
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.randn(1, 5, 32, dtype=torch.float64)
+    for entry in mixers.ZOO:
+        layer = None if entry.module is None else entry.module(32).double()
+        if layer is not None and "rate" in layer.kinds.values():
+            y = layer(x)[0]
+            yield float((prepare(layer, mesh=mesh)(x)[0] - y).abs().max() / y.abs().max().clamp(min=1e-30))
 
 
 def hybrid():
@@ -33,7 +73,10 @@ def hybrid():
     31 tokens in float32, then head and tail in bfloat16."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     script, mesh = importlib.import_module("hybrid"), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
-    asked, whole = Namespace(dry=True, lr=1e-3), mock.patch("torch.autocast", lambda *_, **__: nullcontext())
+    asked, whole = (
+        Namespace(dry=True, lr=1e-3, graphed=False),
+        mock.patch("torch.autocast", lambda *_, **__: nullcontext()),
+    )
     excess = 0.0
     for layout, tokens, precision, allowed in (
         ("contiguous", 31, whole, 2e-6),

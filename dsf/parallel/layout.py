@@ -186,6 +186,12 @@ class Packing:
         runs = [torch.arange(*self.starts[n : n + 2], dtype=torch.int64, device=device) for n in numbers]
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
+    def edges(self, device: torch.device) -> Tensor:
+        """int64 [sequences + 1], the bounds on a device; a CUDA graph that is captured copies nothing from the host."""
+        if len(self.bounds) == 2:
+            return torch.arange(2, device=device) * self.bounds[-1]
+        return packing.placed(self.bounds, device).long()
+
     def reads(self, rank: int) -> Reads:
         """What attention reads, for every slot of a rank with tokens: (q, k), places among the rank's tokens and in the
         packed row. The tokens q[i] ... q[i + 1] read k[i] ... k[i + 1]: their own sequence up to the last of them."""

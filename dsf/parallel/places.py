@@ -57,10 +57,9 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
     begins = [p.begin for p in pieces if not p.continued]
     if not counted:
         return Places(begins)
-    edges, own = torch.tensor(bounds), packing.positions(rank)
+    edges, own = packing.edges(device), packing.positions(rank, device)
     row = torch.searchsorted(edges[1:], own, right=True)
-    place, row = torch.stack([own - edges[row], row]).to(device).unbind(0)
-    return Places(begins, place, row, torch.tensor(bounds[-1], device=device))
+    return Places(begins, own - edges[row], row, edges[-1])
 
 
 def _counted(world: World, rank: int, tokens: int, device: torch.device) -> tuple[Tensor, None, Tensor]:
@@ -69,10 +68,10 @@ def _counted(world: World, rank: int, tokens: int, device: torch.device) -> tupl
     if layout.slots > 1:  # runs of one length
         run = tokens // layout.slots
         parts = [column[:run] + layout.number(rank, slot) * run for slot in range(layout.slots)]
-        return torch.cat(parts), None, torch.tensor(layout.fragments * run, device=device)
+        return torch.cat(parts), None, torch.full((), layout.fragments * run, device=device)
     if world.sizes is not None:
         begin, total = sum(world.sizes[:rank]), sum(world.sizes)
-        return column + begin, None, torch.tensor(total, device=device)
+        return column + begin, None, torch.full((), total, device=device)
 
     own = torch.full((1,), tokens, dtype=torch.int64, device=device)
     every = _lengths(world, own)

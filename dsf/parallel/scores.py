@@ -84,7 +84,7 @@ class _Whole:
         """From gathered parts: sums over each sequence, from its first token in the call."""
         rest = iter(parts)
         k, v = next(rest), next(rest)
-        bounds = torch.tensor(packing.bounds, device=k.device)
+        bounds = packing.edges(k.device)
         row = torch.searchsorted(bounds[1:], torch.arange(k.shape[2], device=k.device), right=True)
         before = bounds[row]
         log, gain, angle = (None if y is None else next(rest).double() for y in (x.log, x.gain, x.angle))

@@ -71,7 +71,7 @@ class Route:
         for place, (bound, (a, _, _, scale), (k, v)) in enumerate(zip(shards, own, everything, strict=True)):
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
             old = None if cache is None else cache.to(keys.dtype)
-            final = _final(old, keys, values, self.bounds).to(bound.dtype) if self.wanted else None
+            final = _final(old, keys, values, packing if packed else None).to(bound.dtype) if self.wanted else None
             if old is None:
                 begin = 0 if reaches is None else reaches[place][0]
                 y = _by_piece(form, a, keys, values, reads[place], begin, scale)
@@ -151,20 +151,18 @@ def _behind(cache: KVCache, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor,
     return torch.cat([row(cache.k), k], dim=2), torch.cat([row(cache.v), v], dim=2)
 
 
-def _final(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int] | None) -> KVCache:
-    """The global final cache."""
-    if bounds is not None:
-        return _by_sequence(cache, k, v, bounds)
+def _final(cache: KVCache | None, k: Tensor, v: Tensor, packing: Packing | None) -> KVCache:
+    """The global final cache. packing: of packed sequences."""
+    if packing is not None:
+        return _by_sequence(cache, k, v, packing)
     return extend(cache, k, v, torch.full((k.shape[0],), k.shape[2], dtype=torch.int64, device=k.device))
 
 
-def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, bounds: list[int]) -> KVCache:
+def _by_sequence(cache: KVCache | None, k: Tensor, v: Tensor, packing: Packing) -> KVCache:
     """Packed: the global final cache, one row a sequence, padded to one length."""
-    lengths = [b - a for a, b in pairwise(bounds)]
-    index = torch.tensor(
-        [[min(a + t, max(bounds[-1] - 1, 0)) for t in range(max(lengths))] for a in bounds[:-1]], device=k.device
-    )
-    counts = torch.tensor(lengths, dtype=torch.int64, device=k.device)
+    edges, longest = packing.edges(k.device), max(b - a for a, b in pairwise(packing.bounds))
+    index = edges[:-1, None] + torch.arange(longest, device=k.device)
+    index, counts = index.clamp(max=max(packing.bounds[-1] - 1, 0)), edges.diff()
 
     def rows(x: Tensor) -> Tensor:
         return x[0][:, index].transpose(0, 1)
@@ -181,7 +179,7 @@ def _seen(packing: Packing, rank: int, cache: KVCache, packed: bool, device: tor
         batch, tokens = len(held), len(own)
         parts = [held[:, None].expand(batch, tokens, -1), seen[None].expand(batch, tokens, -1)]
         return torch.cat(parts, dim=2)[:, None]
-    bounds = torch.tensor(packing.bounds, device=device)
+    bounds = packing.edges(device)
     mine, theirs = (torch.searchsorted(bounds[1:], x, right=True) for x in (own, every))
     same = mine[:, None] == torch.arange(packing.sequences, device=device)[None]  # [T, S]
     seen = torch.cat([(same[..., None] & held[None]).flatten(1), seen & (mine[:, None] == theirs[None])], dim=1)
