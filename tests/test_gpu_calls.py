@@ -4,6 +4,8 @@ import pytest
 import torch
 from matrix_family import UNSEEN
 from mixer_inputs import RANGES
+from step_family import assert_same, decode
+from structures import normalised, normalised_product, stabilised_delta
 from test_gpu_matrix import state_of
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +144,15 @@ def test_a_step_equals_float64_and_overwrites_on_request(recurrence, sizes):
     assert same.data_ptr() == kept.data_ptr()
     torch.testing.assert_close(kept, new, rtol=1e-5, atol=1e-5 * new.abs().max().item())
     torch.testing.assert_close(again, y, rtol=1e-2, atol=1e-2 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 5, 2, 64, 64), (3, 5, 2, 24, 40), (130, 4, 2, 128, 128), (2, 7, 3, 5, 3)])
+@pytest.mark.parametrize("recurrence", [normalised, normalised_product, stabilised_delta], ids=lambda r: r.name)
+def test_gains_by_key_are_decoded_from_the_start(recurrence, sizes, in_place):
+    given = draw(recurrence, *sizes, torch.float32, grad=False)
+    y, _ = decode(recurrence, given, in_place=in_place)
+    assert_same(y.double(), recurrence(**{n: x.double() for n, x in given.items()}, form="naive"), 1e-4)
 
 
 @pytest.mark.parametrize("recurrence", [*UNSEEN, *(r for r in DECODED if not r.spec.is_framed)], ids=lambda r: r.name)
