@@ -153,10 +153,10 @@ def page(data):
         memory = "–" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}"
         speed = data["tokens"] / row["ms"] * 1e3
         lines.append(f"| {title} | {speed:,.0f} | {row['ms']:,.0f} | {memory} | {row['losses'][steps - 1]:.4f} |")
-    return "\n".join(
-        [*lines, "", f"Losses of a step are at most {data['apart']:.2%} apart; strong efficiency {data['strong']:.0%}. "
-         f"{data['device']}, torch {data['torch']}, commit {data['commit']}."]
-    )  # fmt: skip
+    graphs = "Steps from CUDA graphs. " if data.get("graphed") else ""
+    apart = f"Losses of a step are at most {data['apart']:.2%} apart; strong efficiency {data['strong']:.0%}. "
+    where = f"{data['device']}, torch {data['torch']}, commit {data['commit']}."
+    return "\n".join([*lines, "", graphs + apart + where])
 
 
 def main():

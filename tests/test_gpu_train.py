@@ -1,6 +1,7 @@
 """Training steps from CUDA graphs, and `dsf train` with them, on a GPU."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -26,9 +27,10 @@ def started(config, bf16):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), loss_of
 
 
-def trained(config, graph, bf16=True, steps=5, outer=False):
-    """(losses, weights) of a few steps. outer: autocast begins before the step."""
+def trained(config, graph, bf16=True, steps=5, outer=False, again=False):
+    """(losses, weights) of a few steps. outer: autocast begins before the step. again: blocks are computed again."""
     model, optimizer, loss_of = started(config, bf16 and not outer)
+    model.enable_gradient_checkpointing(again, preserve_rng_state=False)
     step, losses = Graphed(model, loss_of), []
     for seed in range(steps):
         ids = torch.randint(0, 97, (2, 70), generator=torch.Generator().manual_seed(seed)).cuda()
@@ -63,6 +65,20 @@ def test_models_train_from_a_graph_as_without_one(options, outer):
     found, expected = (trained(config, graph, outer=outer, steps=6) for graph in (True, False))
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+def test_blocks_that_are_computed_again_train_from_a_graph_as_without_one():
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=["ssd", "softmax_attention"])
+    found, expected = (trained(config, graph, again=True) for graph in (True, False))
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+def test_steps_of_another_thread_come_from_a_graph():
+    config = ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=["gated_deltanet"])
+    with ThreadPoolExecutor(1) as pool:
+        found, expected = pool.submit(trained, config, True).result(), trained(config, False)
+    assert torch.equal(found[0], expected[0])
 
 
 def test_gradients_accumulate_over_lengths():

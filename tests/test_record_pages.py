@@ -23,7 +23,8 @@ MAKERS = {  # else the script of the record's name
     "parallel_2_h200": "parallel_page", "parallel_2_layers": "parallel_page", "parallel_4_h200": "parallel_page",
     "parallel_4_projected": "parallel_page",
     "models_h200": "models", "models_short": "models", "beside_scans": "beside", "beside_tiny": "beside",
-    "hybrid_2": "hybrid", "hybrid_4_8k": "hybrid", "hybrid_4_32k": "hybrid", "hybrid_4_128k": "hybrid",
+    "hybrid_2": "hybrid", "hybrid_4_8k": "hybrid", "hybrid_4_8k_graphed": "hybrid",
+    "hybrid_4_32k": "hybrid", "hybrid_4_128k": "hybrid",
 }  # fmt: skip
 WHOLE_PAGES = ["cpu_page", "lens_page"]
 
