@@ -55,6 +55,33 @@ def test_kernels_are_the_definition(recurrence, dtype, limit, T, N, P):
             torch.testing.assert_close(got.double(), exact.double(), rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("window", [0, 9, 50])
+@pytest.mark.parametrize("decays", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", [1, 33, 64, 133])
+def test_the_last_queries_attend_as_among_all(last, dtype, decays, window):
+    torch.manual_seed(0)
+    tokens = 150
+    given = [torch.randn(2, tokens, h, n, dtype=dtype) for h, n in ((4, 16), (2, 16), (4, 20))]
+    if dtype == torch.bfloat16:  # as after a turn
+        given[:2] = [x.float() for x in given[:2]] if window == 9 else given[:2]
+    log = [torch.randn(2, 4, tokens).double().sigmoid().log()] if decays else []
+    given[0][:, :-last] = 0
+    dy, dlse = torch.randn(2, tokens, 4, 20, dtype=dtype), torch.randn(2, 4, tokens)
+    dy[:, :-last], dlse[:, :, :-last] = 0, 0
+    found = []
+    for begin in (0, tokens - last):
+        leaves = [x.clone().requires_grad_() for x in (*given, *log)]
+        q, k, v, *given_log = leaves
+        y, lse, _ = operator.attention(q[:, begin:], k, v, given_log[0] if decays else None, 0.3, window)
+        y, lse = y[:, begin - tokens :][:, -last:], lse[:, :, -last:]
+        grads = torch.autograd.grad((y, lse), leaves, (dy[:, -last:], dlse[:, :, -last:]))
+        found.append([y, lse, grads[0][:, -last:], *grads[1:]])
+    for among_all, alone in zip(*found, strict=True):
+        torch.testing.assert_close(alone, among_all, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-2)
+        assert not bool(alone.isnan().any())
+
+
 @pytest.mark.parametrize("recurrence", [forgetting, everything, sinking], ids=lambda r: r.name)
 def test_a_cache_that_nobody_asks_for_is_not_made(recurrence, counting):
     x = {n: z.bfloat16().requires_grad_() for n, z in drawn(recurrence, 33, N=16).items()}

@@ -1,121 +1,30 @@
 """Attention and its two gradient kernels: one by queries, one by keys.
 
-q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, heads side by side and tokens a constant apart, also
-from one sequence to the next (v may be half of a projection); y contiguous, as q with P.
+q: [B, Q, H, N], k: [B, T, HK, N], v: [B, T, HV, P] in one dtype, heads side by side and tokens a constant apart, also
+from one sequence to the next (v may be half of a projection); y contiguous, as q with P. Queries are the last Q tokens.
 c: [B, H, 3, T] float32, running sums of log decays (dsf.kernels.triton.attention.sums); scores get the differences of
-the first two parts, so that those of near tokens are exact. lse: [B, H, T], the logarithm of the sum of a row's
-weights. marks: [B, H, 2, T], of a query delta (see attention_rows) and log2 of that sum, less the third part of c.
+the first two parts, so that those of near tokens are exact. lse: [B, H, Q], the logarithm of the sum of a row's
+weights. marks: [B, H, 2, Q], of a query delta (see attention_rows) and log2 of that sum, less the third part of c.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.attention.sums import NEAR
+from dsf.kernels.triton.attention.tiles import (
+    between,
+    difference,
+    load_tile,
+    load_vector,
+    near_sums,
+    since,
+    store_tile,
+    within,
+)
 from dsf.kernels.triton.functions import LOG2E
-from dsf.kernels.triton.structs import Config
 
 LEAST = tl.constexpr(-1e30)  # of a row's maximum, so that what is not seen has a weight of 0
-
-
-class Attended(NamedTuple):
-    """q, k, v, c and the scale of scores; of q, k and v the numbers of heads and the strides of tokens."""
-
-    q: Any
-    k: Any
-    v: Any
-    c: Any
-    scale: Any
-    H: Any
-    HK: Any
-    HV: Any
-    q_step: Any
-    k_step: Any
-    v_step: Any
-
-
-@dataclass(frozen=True, repr=False)
-class Tiles(Config):
-    """WINDOW: how many tokens a row sees, 0 for all. BIASED: there is c. R rows (queries) and C columns (keys) a tile.
-
-    WIDE: float32 inputs, where the gradient of c is summed in float64 and every tile is made like a part. TWICE: rows
-    and columns need the same bits of ds, so rows sum them before they make them again. N, P: the widths of keys and
-    values; D, E: the same, filled up to a power of two.
-    """
-
-    WINDOW: int
-    BIASED: bool
-    WIDE: bool
-    TWICE: bool
-    R: int
-    C: int
-    N: int
-    P: int
-    D: int
-    E: int
-
-
-@triton.jit
-def _tile(x, b, h, STEP, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr):
-    """SIZE rows of head h of x [B, T, ·, WIDTH] from `first` on, zeros beyond its width and, of a PART, beyond T. STEP:
-    the stride of tokens."""
-    at, d = tl.arange(0, SIZE), tl.arange(0, D)
-    place = x + (b.to(tl.int64) * T + first) * STEP + h * WIDTH + at[:, None] * STEP + d[None]
-    if PART:
-        return tl.load(place, mask=(first + at < T)[:, None] & (d < WIDTH)[None], other=0.0)
-    if WIDTH < D:
-        return tl.load(place, mask=(at >= 0)[:, None] & (d < WIDTH)[None], other=0.0)
-    return tl.load(place)
-
-
-@triton.jit
-def _store(x, value, b, h, STEP, first, T, SIZE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    at, d = tl.arange(0, SIZE), tl.arange(0, D)
-    place = x + (b.to(tl.int64) * T + first) * STEP + h * WIDTH + at[:, None] * STEP + d[None]
-    tl.store(place, value.to(x.dtype.element_ty), mask=(first + at < T)[:, None] & (d < WIDTH)[None])
-
-
-@triton.jit
-def _vector(x, bh, at, T, other=0.0):
-    """Numbers `at` of one head of x [B, H, T]."""
-    return tl.load(x + bh.to(tl.int64) * T + at, mask=at < T, other=other)
-
-
-@triton.jit
-def _since(c, bh, at, row, T):
-    """c of the tokens `at` minus c of one token, in the units of exponents of 2."""
-    high = _vector(c, 3 * bh, at, T) - tl.load(c + (3 * bh).to(tl.int64) * T + row)
-    return (high + (_vector(c, 3 * bh + 1, at, T) - tl.load(c + (3 * bh + 1).to(tl.int64) * T + row))) * LOG2E
-
-
-@triton.jit
-def _between(c, first, row, T):
-    """c of the token where the NEAR tokens of `first` begin minus c of one token, in the units of exponents of 2. c: of
-    one head."""
-    begin = first // NEAR * NEAR
-    return (tl.load(c + begin) - tl.load(c + row) + (tl.load(c + T + begin) - tl.load(c + T + row))) * LOG2E
-
-
-@triton.jit
-def _near(c, bh, first, row, T, SIZE: tl.constexpr, PART: tl.constexpr):
-    """(c of SIZE tokens from `first` on minus c of the token where their NEAR tokens begin, the latter minus c of one
-    token), in the units of exponents of 2."""
-    c, at = c + (3 * bh).to(tl.int64) * T, first + tl.arange(0, SIZE)
-    less = _between(c, first, row, T)
-    if PART:
-        return tl.load(c + 2 * T + at, mask=at < T, other=0.0), less
-    return tl.load(c + 2 * T + at), less
-
-
-@triton.jit
-def _difference(c, bh, rows, columns, T):
-    """c of rows minus c of columns, [rows, columns]."""
-    high = _vector(c, 3 * bh, rows, T)[:, None] - _vector(c, 3 * bh, columns, T)[None]
-    return high + (_vector(c, 3 * bh + 1, rows, T)[:, None] - _vector(c, 3 * bh + 1, columns, T)[None])
 
 
 @triton.jit
@@ -129,18 +38,23 @@ def _seen(rows, columns, T, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _place(T, SIZE: tl.constexpr):
-    """(sequence and head in one, which SIZE tokens of it) of this program. Those of a head run at a time, so that what
-    they read is in the cache."""
-    blocks = tl.cdiv(T, SIZE)
+def _lag(T, Q, tile: tl.constexpr):
+    """The number of tokens before the first query."""
+    return T - Q if tile.LAST else 0
+
+
+@triton.jit
+def _place(blocks):
+    """(sequence and head in one, which block of tokens of it) of this program. Those of a head run at a time, so that
+    what they read is in the cache."""
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks
 
 
 @triton.jit
-def _queries(H, T, tile: tl.constexpr):
+def _queries(H, T, Q, tile: tl.constexpr):
     """(sequence and head in one, sequence, head, first row) of this program, the longest rows first, and the columns
     where it begins, from where on and up to where all its rows see all columns, and where it ends."""
-    bh, block = _place(T, tile.R)
+    bh, block = _place(tl.cdiv(T, tile.R) - _lag(T, Q, tile) // tile.R)
     first = (tl.cdiv(T, tile.R) - 1 - block) * tile.R
     begin, whole, part = 0, 0, first // tile.C * tile.C
     if tile.WINDOW > 0:
@@ -150,18 +64,23 @@ def _queries(H, T, tile: tl.constexpr):
 
 
 @triton.jit
-def _reads(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
-    return _tile(x.q, b, h, x.q_step, first, T, tile.R, tile.N, tile.D, PART)
+def _reads(x, b, h, first, T, Q, tile: tl.constexpr, PART: tl.constexpr):
+    return load_tile(x.q, b, h, x.q_step, first - _lag(T, Q, tile), Q, tile.R, tile.N, tile.D, PART, tile.LAST)
+
+
+@triton.jit
+def _outputs(y, x, b, h, first, T, Q, tile: tl.constexpr, PART: tl.constexpr):
+    return load_tile(y, b, h, x.H * tile.P, first - _lag(T, Q, tile), Q, tile.R, tile.P, tile.E, PART, tile.LAST)
 
 
 @triton.jit
 def _keys(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
-    return _tile(x.k, b, h // (x.H // x.HK), x.k_step, first, T, tile.C, tile.N, tile.D, PART)
+    return load_tile(x.k, b, h // (x.H // x.HK), x.k_step, first, T, tile.C, tile.N, tile.D, PART)
 
 
 @triton.jit
 def _values(x, b, h, first, T, tile: tl.constexpr, PART: tl.constexpr):
-    return _tile(x.v, b, h // (x.H // x.HV), x.v_step, first, T, tile.C, tile.P, tile.E, PART)
+    return load_tile(x.v, b, h // (x.H // x.HV), x.v_step, first, T, tile.C, tile.P, tile.E, PART)
 
 
 @triton.jit
@@ -174,12 +93,12 @@ def _exponents(x, a, keys, bh, first, start, T, tile: tl.constexpr, PART: tl.con
     """
     rows, columns, less = first + tl.arange(0, tile.R), start + tl.arange(0, tile.C), 0.0
     if tile.BIASED and not tile.WIDE:
-        near, less = _near(x.c, bh, start, first, T, tile.C, PART)
+        near, less = near_sums(x.c, bh, start, first, T, tile.C, PART)
         s = tl.dot(a, tl.trans(keys), input_precision="ieee") * (x.scale * LOG2E) - near[None]
     else:
         s = tl.dot(a, tl.trans(keys), input_precision="ieee") * (x.scale * LOG2E)
         if tile.BIASED:
-            s += _difference(x.c, bh, rows, columns, T) * LOG2E
+            s += difference(x.c, bh, rows, columns, T) * LOG2E
     if PART:
         s = tl.where(_seen(rows, columns, T, tile.WINDOW), s, float("-inf"))
     return s, less
@@ -189,7 +108,7 @@ def _exponents(x, a, keys, bh, first, start, T, tile: tl.constexpr, PART: tl.con
 def _own(x, bh, first, T, tile: tl.constexpr):
     """log2 of the factor by which R queries' weights differ from those of `_exponents`, [R]."""
     if tile.BIASED and not tile.WIDE:
-        return _since(x.c, bh, first + tl.arange(0, tile.R), first, T)
+        return since(x.c, bh, first + tl.arange(0, tile.R), first, T)
     return tl.zeros([tile.R], tl.float32)
 
 
@@ -206,11 +125,11 @@ def _attend(x, a, top, total, out, b, h, bh, first, begin, end, T, tile: tl.cons
     return top, total, out
 
 
-@triton.jit(do_not_specialize=["T"])
-def attention_forward(x, y, lse, T, tile: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "Q"])
+def attention_forward(x, y, lse, T, Q, tile: tl.constexpr):
     """y and lse of R queries."""
-    bh, b, h, first, begin, whole, part, end = _queries(x.H, T, tile)
-    a = _reads(x, b, h, first, T, tile, True)
+    bh, b, h, first, begin, whole, part, end = _queries(x.H, T, Q, tile)
+    a = _reads(x, b, h, first, T, Q, tile, True)
     top = tl.full([tile.R], LEAST, tl.float32)
     total, out = tl.zeros([tile.R], tl.float32), tl.zeros([tile.R, tile.E], tl.float32)
     top, total, out = _attend(x, a, top, total, out, b, h, bh, first, whole, part, T, tile, tile.WIDE)
@@ -218,9 +137,10 @@ def attention_forward(x, y, lse, T, tile: tl.constexpr):
         top, total, out = _attend(x, a, top, total, out, b, h, bh, first, begin, whole, T, tile, True)
     top, total, out = _attend(x, a, top, total, out, b, h, bh, first, part, end, T, tile, True)
     top, total = top + _own(x, bh, first, T, tile), tl.where(total > 0, total, 1.0)
-    _store(y, out / total[:, None], b, h, x.H * tile.P, first, T, tile.R, tile.P, tile.E)
+    first -= _lag(T, Q, tile)
+    store_tile(y, out / total[:, None], b, h, x.H * tile.P, first, Q, tile.R, tile.P, tile.E, tile.LAST)
     rows = first + tl.arange(0, tile.R)
-    tl.store(lse + bh.to(tl.int64) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
+    tl.store(lse + bh.to(tl.int64) * Q + rows, (top + tl.log2(total)) / LOG2E, mask=within(rows, Q, tile.LAST))
 
 
 @triton.jit
@@ -259,9 +179,9 @@ def _add_columns_to_rows(
 
 
 @triton.jit
-def _over_columns(x, a, up, level, shift, T, tile: tl.constexpr, MADE: tl.constexpr):
+def _over_columns(x, a, up, level, shift, T, Q, tile: tl.constexpr, MADE: tl.constexpr):
     """What all columns that R queries see add up to."""
-    bh, _, _, first, begin, whole, part, end = _queries(x.H, T, tile)
+    bh, _, _, first, begin, whole, part, end = _queries(x.H, T, Q, tile)
     total = tl.zeros([tile.R], tl.float64 if tile.WIDE else tl.float32)
     found = total, tl.zeros([tile.R, tile.D], tl.float32), tl.zeros([tile.R, tile.D], tl.float32)
     found = _add_columns_to_rows(x, a, up, level, shift, found, bh, first, whole, part, T, tile, tile.WIDE, MADE)
@@ -270,8 +190,8 @@ def _over_columns(x, a, up, level, shift, T, tile: tl.constexpr, MADE: tl.conste
     return _add_columns_to_rows(x, a, up, level, shift, found, bh, first, part, end, T, tile, True, MADE)
 
 
-@triton.jit(do_not_specialize=["T"])
-def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, tile: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "Q"])
+def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, Q, tile: tl.constexpr):
     """The gradients of R queries, the rows' part of the gradient of c, and marks for attention_columns.
 
     delta is what a row's ds = w (⟨dy, v⟩ - delta) add up to dlse with. ⟨dy, y⟩ - dlse is inexact because y was rounded;
@@ -279,32 +199,35 @@ def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, tile: tl.constexpr):
     the gradient of an angle or decay cancel as they should. The error is known once all ds are summed. It is then taken
     from the gradient times the mean of the keys, or, if TWICE, from ds before the gradient is made.
     """
-    bh, b, h, first, _, _, _, _ = _queries(x.H, T, tile)
+    bh, b, h, first, _, _, _, _ = _queries(x.H, T, Q, tile)
     rows = first + tl.arange(0, tile.R)
-    a, up = _reads(x, b, h, first, T, tile, True), _tile(dy, b, h, x.H * tile.P, first, T, tile.R, tile.P, tile.E, True)
-    own_y, late = _tile(y, b, h, x.H * tile.P, first, T, tile.R, tile.P, tile.E, True), _vector(dlse, bh, rows, T)
-    level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, tl.sum(up.to(tl.float32) * own_y, 1) - late
-    own = level - _own(x, bh, first, T, tile)
+    at = rows - _lag(T, Q, tile)
+    there = within(at, Q, tile.LAST)
+    a, up = _reads(x, b, h, first, T, Q, tile, True), _outputs(dy, x, b, h, first, T, Q, tile, True)
+    own_y, late = _outputs(y, x, b, h, first, T, Q, tile, True), load_vector(dlse, bh, at, Q, LAST=tile.LAST)
+    level = load_vector(lse, bh, at, Q, float("inf"), tile.LAST) * LOG2E
+    own, shift = level - _own(x, bh, first, T, tile), tl.sum(up.to(tl.float32) * own_y, 1) - late
     if tile.TWICE:
-        total, _, _ = _over_columns(x, a, up, own, shift, T, tile, False)
+        total, _, _ = _over_columns(x, a, up, own, shift, T, Q, tile, False)
         shift += (total - late).to(tl.float32)
-        late, da, _ = _over_columns(x, a, up, own, shift, T, tile, True)
+        late, da, _ = _over_columns(x, a, up, own, shift, T, Q, tile, True)
     else:
-        total, da, mean = _over_columns(x, a, up, own, shift, T, tile, True)
+        total, da, mean = _over_columns(x, a, up, own, shift, T, Q, tile, True)
         shift += total - late
         da -= (total - late)[:, None] * mean
-    _store(dq, da * x.scale, b, h, x.H * tile.N, first, T, tile.R, tile.N, tile.D)
-    marks += 2 * bh.to(tl.int64) * T + rows
-    tl.store(marks, shift, mask=rows < T)
+    first -= _lag(T, Q, tile)
+    store_tile(dq, da * x.scale, b, h, x.H * tile.N, first, Q, tile.R, tile.N, tile.D, tile.LAST)
+    marks += 2 * bh.to(tl.int64) * Q + at
+    tl.store(marks, shift, mask=there)
     if tile.BIASED:
-        tl.store(dc + bh.to(tl.int64) * T + rows, late, mask=rows < T)
-        level -= _vector(x.c, 3 * bh + 2, rows, T)
-    tl.store(marks + T, level, mask=rows < T)
+        tl.store(dc + bh.to(tl.int64) * T + rows, late, mask=there)
+        level -= load_vector(x.c, 3 * bh + 2, rows, T)
+    tl.store(marks + Q, level, mask=there)
 
 
 @triton.jit
 def _keys_gradient(
-    x, marks, keys, values, own, a, up, bh, first, start, T, tile: tl.constexpr, PART: tl.constexpr
+    x, marks, keys, values, own, a, up, bh, first, start, T, Q, tile: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
     """The weights of C keys from `first` on for R queries from `start` on and ds, both [C, R].
 
@@ -312,13 +235,15 @@ def _keys_gradient(
     c of the last key. own: that of the keys.
     """
     rows, columns = start + tl.arange(0, tile.R), first + tl.arange(0, tile.C)
+    at = rows - _lag(T, Q, tile)
     if PART:
-        shift, level = _vector(marks, 2 * bh, rows, T), _vector(marks, 2 * bh + 1, rows, T, float("inf"))
+        shift = load_vector(marks, 2 * bh, at, Q, LAST=tile.LAST)
+        level = load_vector(marks, 2 * bh + 1, at, Q, float("inf"), tile.LAST)
     else:
-        marks += 2 * bh.to(tl.int64) * T + rows
-        shift, level = tl.load(marks), tl.load(marks + T)
+        marks += 2 * bh.to(tl.int64) * Q + at
+        shift, level = tl.load(marks), tl.load(marks + Q)
     if tile.BIASED:
-        level -= _between(x.c + (3 * bh).to(tl.int64) * T, start, tl.minimum(first + tile.C, T) - 1, T)
+        level -= between(x.c + (3 * bh).to(tl.int64) * T, start, tl.minimum(first + tile.C, T) - 1, T)
     s = tl.dot(keys, tl.trans(a), input_precision="ieee") * (x.scale * LOG2E)
     if tile.BIASED:
         s -= own[:, None]
@@ -335,36 +260,36 @@ def _keys_gradient(
 
 @triton.jit
 def _add_rows_to_columns(
-    x, dy, lse, marks, keys, values, own, found, bh, first, begin, end, T, tile: tl.constexpr, PART: tl.constexpr
+    x, dy, lse, marks, keys, values, own, found, bh, first, begin, end, T, Q, tile: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
     """found: the gradients of keys, of values and of their c, with what rows begin to end add."""
     b, h = bh // x.H, bh % x.H
     da, db, early = found
     for start in range(begin, end, tile.R):
-        a = _reads(x, b, h, start, T, tile, PART)
-        up = _tile(dy, b, h, x.H * tile.P, start, T, tile.R, tile.P, tile.E, PART)
+        a, up = _reads(x, b, h, start, T, Q, tile, PART), _outputs(dy, x, b, h, start, T, Q, tile, PART)
         if tile.WIDE:
-            rows = start + tl.arange(0, tile.R)
-            level, shift = _vector(lse, bh, rows, T, float("inf")) * LOG2E, _vector(marks, 2 * bh, rows, T)
+            at = start - _lag(T, Q, tile) + tl.arange(0, tile.R)
+            level = load_vector(lse, bh, at, Q, float("inf"), tile.LAST) * LOG2E
+            shift = load_vector(marks, 2 * bh, at, Q, LAST=tile.LAST)
             _, w, ds = _scores_gradient(x, a, up, level, shift, b, h, bh, start, first, T, tile, True)
             w, ds = tl.trans(w), tl.trans(ds)
         else:
-            w, ds = _keys_gradient(x, marks, keys, values, own, a, up, bh, first, start, T, tile, PART)
+            w, ds = _keys_gradient(x, marks, keys, values, own, a, up, bh, first, start, T, Q, tile, PART)
         db += tl.dot(w.to(up.dtype), up, input_precision="ieee")
         early += _totals(ds, tile)
         da += tl.dot(ds.to(a.dtype), a, input_precision="ieee")
     return da, db, early
 
 
-@triton.jit(do_not_specialize=["T"])
-def attention_columns(x, dy, lse, marks, dk, dv, dc, T, tile: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "Q"])
+def attention_columns(x, dy, lse, marks, dk, dv, dc, T, Q, tile: tl.constexpr):
     """The gradients of C keys and values for each head of q, and the columns' part of the gradient of c.
 
     Scores of half precision are made transposed; those of float32 as attention_rows makes them, so that both sum the
     same bits into the gradient of c.
     """
-    bh, block = _place(T, tile.C)
-    first = block * tile.C
+    bh, block = _place(tl.cdiv(T, tile.C))
+    first, lag = block * tile.C, _lag(T, Q, tile)
     b, h = bh // x.H, bh % x.H
     columns = first + tl.arange(0, tile.C)
     keys, values = _keys(x, b, h, first, T, tile, True), _values(x, b, h, first, T, tile, True)
@@ -372,21 +297,24 @@ def attention_columns(x, dy, lse, marks, dk, dv, dc, T, tile: tl.constexpr):
     found = tl.zeros([tile.C, tile.D], tl.float32), tl.zeros([tile.C, tile.E], tl.float32), early
     own = tl.zeros([tile.C], tl.float32)
     if tile.BIASED and not tile.WIDE:
-        own = _since(x.c, bh, columns, tl.minimum(first + tile.C, T) - 1, T)
+        own = since(x.c, bh, columns, tl.minimum(first + tile.C, T) - 1, T)
     begin, end, whole = first // tile.R * tile.R, T, T // tile.R * tile.R
     if tile.WINDOW > 0:
         end = tl.minimum(T, first + tile.C + tile.WINDOW - 1)
         whole = tl.minimum(whole, (first + tile.WINDOW) // tile.R * tile.R)
-    part = tl.minimum(tl.cdiv(first + tile.C, tile.R) * tile.R, end)
+    part = tl.cdiv(first + tile.C, tile.R) * tile.R
+    if tile.LAST:
+        begin, part = tl.maximum(begin, lag // tile.R * tile.R), tl.maximum(part, tl.cdiv(lag, tile.R) * tile.R)
+    part = tl.minimum(part, end)
     whole = tl.maximum(whole, part)
-    found = _add_rows_to_columns(x, dy, lse, marks, keys, values, own, found, bh, first, begin, part, T, tile, True)
-    found = _add_rows_to_columns(x, dy, lse, marks, keys, values, own, found, bh, first, part, whole, T, tile, False)
+    found = _add_rows_to_columns(x, dy, lse, marks, keys, values, own, found, bh, first, begin, part, T, Q, tile, True)
+    found = _add_rows_to_columns(x, dy, lse, marks, keys, values, own, found, bh, first, part, whole, T, Q, tile, False)
     da, db, early = _add_rows_to_columns(
-        x, dy, lse, marks, keys, values, own, found, bh, first, whole, end, T, tile, True
+        x, dy, lse, marks, keys, values, own, found, bh, first, whole, end, T, Q, tile, True
     )
-    _store(dk, da * x.scale, b, h, x.H * tile.N, first, T, tile.C, tile.N, tile.D)
-    _store(dv, db, b, h, x.H * tile.P, first, T, tile.C, tile.P, tile.E)
+    store_tile(dk, da * x.scale, b, h, x.H * tile.N, first, T, tile.C, tile.N, tile.D)
+    store_tile(dv, db, b, h, x.H * tile.P, first, T, tile.C, tile.P, tile.E)
     if tile.BIASED:
         place = dc + bh.to(tl.int64) * T + columns
-        late = tl.load(place, mask=columns < T, other=0.0)
+        late = tl.load(place, mask=(columns >= lag) & (columns < T), other=0.0)
         tl.store(place, late - early, mask=columns < T)

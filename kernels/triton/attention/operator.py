@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
-from dsf.kernels.triton.attention.kernel import (
-    Attended,
-    Tiles,
-    attention_columns,
-    attention_forward,
-    attention_rows,
-)
+from dsf.kernels.triton.attention.kernel import attention_columns, attention_forward, attention_rows
 from dsf.kernels.triton.attention.sums import attention_sums, attention_sums_gradient
+from dsf.kernels.triton.attention.tiles import Attended, Tiles
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import LIBRARY, operator
 from dsf.kernels.triton.sizes import padded
@@ -58,7 +53,7 @@ def _given(
     q and k are rounded to the dtype of v here, not in every program. They are float32 where they were turned: what the
     gradient of an angle takes from rows and from columns cancels if both round the same numbers.
     """
-    n, p = q.shape[3], v.shape[3]
+    n, p, last = q.shape[3], v.shape[3], q.shape[1] < k.shape[1]
     wide = v.dtype == torch.float32
     twice = wide or q.dtype != v.dtype
     (q, q_step), (k, k_step), (v, v_step) = map(_laid, (q.to(v.dtype), k.to(v.dtype), v))
@@ -69,34 +64,36 @@ def _given(
     for of in passes:
         how = tiles(n, p, v.dtype, of)
         sizes = how.pop("R"), how.pop("C"), n, p, padded(n), padded(p)
-        found.append({**how, "tile": Tiles(window, biased, wide, twice and of != "forward", *sizes)})
+        found.append({**how, "tile": Tiles(window, biased, wide, twice and of != "forward", last, *sizes)})
     return x, found
 
 
-def _programs(q: Tensor, size: int) -> tuple[int]:
-    """The grid of programs for `size` tokens of a head each."""
-    return (-(-q.shape[1] // size) * q.shape[0] * q.shape[2],)
+def _programs(q: Tensor, tokens: int, size: int, before: int = 0) -> tuple[int]:
+    """The grid of programs for `size` tokens of a head each, of the blocks that have some behind the first `before`."""
+    return ((-(-tokens // size) - before // size) * q.shape[0] * q.shape[2],)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [B, T, H, P] in the dtype of v, lse [B, H, T] in float32, and c.
+    """y [B, Q, H, P] in the dtype of v, lse [B, H, Q] in float32, and c.
 
-    q: [B, T, H, N], k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. log: [B, H, T], log decays, or None: the
-    sum of those after a key up to the query is added to their score. scale: of scores. window: how many tokens a query
-    sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores. c: [B, H, 3, T] float32,
-    the running sums of log in parts; without log [B, H, 0, T].
+    q: [B, Q, H, N], the last Q of T tokens, k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. log: [B, H, T],
+    log decays, or None: the sum of those after a key up to the query is added to their score. scale: of scores. window:
+    how many tokens a query sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores. c:
+    [B, H, 3, T] float32, the running sums of log in parts; without log [B, H, 0, T].
     """
-    batch, tokens, heads, _ = q.shape
-    y = v.new_empty(batch, tokens, heads, v.shape[3])
-    lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+    batch, queries, heads, _ = q.shape
+    tokens = k.shape[1]
+    y = v.new_empty(batch, queries, heads, v.shape[3])
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     c = q.new_empty(batch, heads, 0 if log is None else 3, tokens, dtype=torch.float32)
     if log is not None:
         along, every = log.stride()[:2], log.stride(2)
         launch(attention_sums, (batch * heads,), log, c, tokens, heads, *along, every, num_warps=4)
     x, (how,) = _given(q, k, v, lse if log is None else c, scale, window, log is not None, "forward")
-    launch(attention_forward, _programs(q, int(how["tile"].R)), x, y, lse, tokens, **how)
+    grid = _programs(q, tokens, int(how["tile"].R), tokens - queries)
+    launch(attention_forward, grid, x, y, lse, tokens, queries, **how)
     return y, lse, c
 
 
@@ -108,18 +105,19 @@ def _adjoint(
 
     What the gradient of c is summed over cancels for the most part, so float32 inputs have it in float64.
     """
-    batch, tokens, heads, _ = q.shape
-    biased = c.shape[2] > 0
-    marks = lse.new_empty(batch, heads, 2, tokens)
+    batch, queries, heads, _ = q.shape
+    tokens, biased = k.shape[1], c.shape[2] > 0
+    marks = lse.new_empty(batch, heads, 2, queries)
     alone = k.shape[2] == heads == v.shape[2]  # else one gradient for each head, to be summed in float32
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if v.dtype == torch.float32 else torch.float32)
     x, (by_rows, by_columns) = _given(q, k, v, c if biased else lse, scale, window, biased, *PASSES[1:])
-    rows, columns = _programs(q, int(by_rows["tile"].R)), _programs(q, int(by_columns["tile"].C))
+    rows = _programs(q, tokens, int(by_rows["tile"].R), tokens - queries)
+    columns = _programs(q, tokens, int(by_columns["tile"].C))
     dy = dy.contiguous()
-    launch(attention_rows, rows, x, dy, y, lse, dlse.float().contiguous(), marks, dq, dc, tokens, **by_rows)
-    launch(attention_columns, columns, x, dy, lse, marks, dk, dv, dc, tokens, **by_columns)
+    launch(attention_rows, rows, x, dy, y, lse, dlse.float().contiguous(), marks, dq, dc, tokens, queries, **by_rows)
+    launch(attention_columns, columns, x, dy, lse, marks, dk, dv, dc, tokens, queries, **by_columns)
     if not alone:
         dk, dv = (g.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype) for g, x in ((dk, k), (dv, v)))
     if not biased:
