@@ -194,6 +194,15 @@ def over_ranks(recurrence, inputs):
     return found
 
 
+def attended_over_ranks(recurrence, inputs):
+    """Attention's queries on three ranks, one of them without tokens, or in two slots."""
+    found, exact = {}, side(recurrence, inputs) == "torch"
+    for name, world in (("uneven", Simulated(3, sizes=(41, 0, 91))), ("both ends", Simulated(3, "headtail"))):
+        how = {"form": "naive"} if exact else {"backend": "triton", "parallel": world}
+        found[f"{recurrence.name}, {name}"] = recurrence(**inputs, **how)
+    return found
+
+
 @torch.no_grad()
 def in_place(recurrence, inputs):
     """Decode steps that overwrite their states."""
@@ -245,6 +254,7 @@ LAYERS = {
     "ranks-chunks": recurrences(over_ranks, SPREAD, "linear_attention", "ssd", "mlstm", "deltanet", "gated_deltanet"),
     "ranks-key-decays": recurrences(over_ranks, SPREAD, "gla", "kda", "rwkv7"),
     "ranks-scans": recurrences(over_ranks, SPREAD, "s6", "rg_lru"),
+    "ranks-attention": recurrences(attended_over_ranks, SPREAD, "fox", "sliding_window_attention", "softmax_one"),
     "steps-in-place": recurrences(
         in_place, STEPS, "gated_deltanet", "linear_attention", "mlstm", "rwkv7", "s6", "qlstm"
     ),

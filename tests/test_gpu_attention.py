@@ -58,3 +58,29 @@ def test_attention_over_ranks_on_a_gpu(layout, bounds, kv_heads, dtype):
     for one, other, expected in zip(found, plain, exact, strict=True):
         error, allowed = ((x.double() - expected).norm() for x in (one, other))
         assert error <= 1.5 * allowed + 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "headtail"])
+@pytest.mark.parametrize("bounds", [[0, 600], [0, 100, 100, 513, 600], [0, 4444]], ids=["whole", "packed", "long"])
+@pytest.mark.parametrize("name", ["fox", "sliding_window_attention", "softmax_one"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_attention_over_ranks_on_a_gpu(layout, bounds, name, dtype):
+    """At most 1.1 times one GPU's error."""
+    torch.manual_seed(0)
+    recurrence = mixers.get(name).recurrence
+    packing = None if len(bounds) == 2 else dsf.Packing(bounds)
+    shapes = {"q": (4, 64), "k": (4, 64), "v": (4, 64)}
+    true = [
+        torch.randn(1, bounds[-1], *shapes.get(i.name, (4,)), dtype=torch.float64, device="cuda")
+        for i in recurrence.spec.inputs
+    ]
+
+    def run(kind, **more):
+        leaves = [x.to(kind).requires_grad_() for x in true]
+        y = recurrence(*leaves, cu_seqlens=packing, **more)
+        return y, *torch.autograd.grad(y.double().sin().sum(), leaves)
+
+    exact, plain, found = run(torch.float64), run(dtype), run(dtype, parallel=Simulated(2, layout))
+    for one, other, expected in zip(found, plain, exact, strict=True):
+        error, allowed = ((x.double() - expected).norm() for x in (one, other))
+        assert error <= 1.1 * allowed + 2e-6 * expected.norm()

@@ -154,11 +154,16 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None, wa
     if wanted:
         kept = replace(s, a=s.a[:, :, :0].to(wide), k=s.k.to(bound.dtype))  # of a, the dtype of biases alone
         final = _extended(None, kept, v, _counts(counts, a), spec.system.window)
+    return after_kernels(spec, x, y, lse, wide), final
+
+
+def after_kernels(spec: Spec, x: Operands, y: Tensor, lse: Tensor, wide: torch.dtype) -> Tensor:
+    """y [B, T, H, P] of what the kernels made: its own, or in a wide dtype the rule applied to num, den and one."""
     if spec.rule is NUM / DEN:
-        return y.transpose(1, 2), final
+        return y.transpose(1, 2)
     m = lse.detach().clamp(min=FLOOR)
     total = (lse - m).exp()
-    return finish(spec, x, Read(y.to(wide) * total.unsqueeze(-1), total, m)), final
+    return finish(spec, x, Read(y.to(wide) * total.unsqueeze(-1), total, m))
 
 
 def _counts(counts: Tensor | None, a: Tensor) -> Tensor:

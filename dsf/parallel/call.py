@@ -112,7 +112,7 @@ def _first(
     with no_autocast(first):
         if spec.is_attention:
             bound_of = [_bind(recurrence, s, form, backend)[0] for s in shards]
-            way = softmax.route_of(recurrence, world, bound_of, state, bounds, form, return_state)
+            way = softmax.route_of(recurrence, world, bound_of, state, bounds, form, backend, return_state)
             found = way.attend(world, bound_of, state)
             if kind is not None:
                 world.routes.put(kind, way)

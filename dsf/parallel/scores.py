@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dsf.call.attention import finish, scores_options
+from dsf.call.attention import after_kernels, finish, scores_options
 from dsf.call.bind import Bound, angle_width, cached_heads, key_width
-from dsf.call.operands import Operands, operands
+from dsf.call.operands import Operands, fused_operands, operands, rates, rates_alone
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, extend, spread_heads
 from dsf.kernels.scores import AWAY, Scores
 from dsf.kernels.turns import turn_pairs, whole_turns_left_out
 from dsf.language.spec import Spec
-from dsf.parallel.layout import Packing
+from dsf.parallel.layout import Packing, Reads
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
 from dsf.torch.evaluate import Evaluator
+from dsf.triton import choose
+from dsf.triton.attention import attend
 
 APART = 1 << 40  # how far the positions of packed sequences lie apart
 
@@ -50,6 +52,61 @@ def attend_scores(
         read = (scores.blocks if form in ("auto", "chunk") else scores.dense)(whole.scores(spec, x.a, at, cache))
         found.append((finish(spec, x, read), final))
     return found
+
+
+def takes_kernels(spec: Spec, bound: Bound, form: str, backend: str) -> bool:
+    """Whether `attend_pieces` computes a call without a cache: alike on all ranks, however many tokens each has."""
+    if spec.turns or spec.rows[0].terms[0].gain is not None or not choose.wanted(backend, bound.device):
+        return False
+    return choose.refusal(spec, bound.sizes, bound.dtype, form, bound.device, grad=True) is None
+
+
+def attend_pieces(spec: Spec, world: World, shards: Sequence[Bound], packing: Packing) -> list[Tensor]:
+    """y [B, T, H, P] of this process's ranks by the attention kernels, which take a rank's queries of a sequence as the
+    last ones of its keys. Keys and values are gathered in the inputs' dtype, log decays in float32."""
+    own = [_bare(spec, b) for b in shards]
+    lengths = [packing.tokens(r) for r in range(world.ranks)]
+    reads = [list(_seen(packing.reads(rank), spec.system.window)) for rank in world.here]
+    reaches = [(min((k.start for _, k in x), default=0), max((k.stop for _, k in x), default=0)) for x in reads]
+    both = [[x.k.transpose(1, 2), x.v.transpose(1, 2)] for x, _ in own]
+    every = gather_all(world, both, lengths, reaches)
+    if own[0][0].log is not None:
+        logs = [[x.log.float().transpose(1, 2)] for x, _ in own if x.log is not None]
+        logs = gather_all(world, logs, lengths, reaches)
+        every = [[*parts, *log] for parts, log in zip(every, logs, strict=True)]
+    found = []
+    for bound, (x, scale), parts, pairs, (begin, _) in zip(shards, own, every, reads, reaches, strict=True):
+        if not pairs:
+            nothing = x.a.sum() + sum(y.sum() for y in parts)
+            found.append(nothing + x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3]))
+            continue
+        pieces = []
+        for queries, keys in pairs:
+            k, v, *log = (y[:, keys.start - begin : keys.stop - begin].transpose(1, 2) for y in parts)
+            a = x.a[:, :, queries.start : queries.stop]
+            pieces.append(attend(a, k, v, log[0] if log else None, scale, spec.system.window))
+        y, lse = (torch.cat(several, dim=2) for several in zip(*pieces, strict=True))
+        found.append(after_kernels(spec, x, y, lse, bound.compute))
+    return found
+
+
+def _seen(reads: Reads, window: int | None) -> Iterator[tuple[range, range]]:
+    """(queries, the keys that one of them sees or that lie between) of every piece of a sequence on a rank."""
+    for queries, keys in reads:
+        for q, (begin, end) in zip(pairwise(queries), pairwise(keys), strict=True):
+            yield range(*q), range(begin if window is None else max(begin, end - (q[1] - q[0]) - window + 1), end)
+
+
+def _bare(spec: Spec, bound: Bound) -> tuple[Operands, float]:
+    """A rank's operands in the inputs' dtype, as far as kernels need them, and the scale of scores."""
+    if not bound.sizes.tokens:
+        x = _operands(spec, bound)
+        return replace(x, a=x.a.to(bound.dtype), k=x.k.to(bound.dtype), v=x.v.to(bound.dtype)), 1.0
+    timed = timed_inputs(spec, bound)
+    a, k, v, scale = fused_operands(spec, bound, timed)
+    values = rates_alone(spec, bound, timed)
+    log, _, _ = rates(spec, bound, values, a.shape[0], a.shape[2])
+    return Operands(a, k, v, log, None, None, None, None, values), scale
 
 
 def _operands(spec: Spec, bound: Bound) -> Operands:

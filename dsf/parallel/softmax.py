@@ -15,12 +15,10 @@ from dsf.call.recurrence import Recurrence
 from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
 from dsf.language.errors import InputError
-from dsf.parallel.layout import Packing
-from dsf.parallel.scores import attend_scores
+from dsf.parallel.layout import Packing, Reads
+from dsf.parallel.scores import attend_pieces, attend_scores, takes_kernels
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
-
-Reads = Sequence[tuple[list[int], list[int]]]  # as Packing.reads
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Route:
     """What calls of one kind have in common, which `World.routes` keeps of those without a cache.
 
     likes: the calls of this process's ranks, without tensors. bounds: cu_seqlens, or None. wanted: the final cache.
+    kernels: whether the attention kernels run where there is no cache.
     """
 
     recurrence: Recurrence
@@ -36,6 +35,7 @@ class Route:
     likes: list[Bound]
     form: str
     wanted: bool
+    kernels: bool
 
     def run(
         self, world: World, shards: Sequence[Sequence[Tensor]], state: object, return_state: bool
@@ -58,6 +58,9 @@ class Route:
         gradients return to the ranks that hold them; a cache's gradient is the sum over ranks.
         """
         spec, packing, form, packed = self.recurrence.spec, self.packing, self.form, self.bounds is not None
+        if self.kernels and cache is None:
+            found = attend_pieces(spec, world, shards, packing)
+            return [(y.to(bound.dtype), None) for y, bound in zip(found, shards, strict=True)]
         if spec.turns or not spec.is_plain_softmax:
             found = attend_scores(spec, world, shards, cache, packing, packed, form, self.wanted)
             return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]
@@ -84,7 +87,7 @@ class Route:
 
 def route_of(
     recurrence: Recurrence, world: World, shards: Sequence[Bound], cache: KVCache | None, bounds: list[int] | None,
-    form: str, wanted: bool,
+    form: str, backend: str, wanted: bool,
 ) -> Route:  # fmt: skip
     """The route of a call, with its checks. wanted: the final cache.
 
@@ -104,7 +107,8 @@ def route_of(
             rows = bound.sizes.batch if bounds is None else packing.sequences
             check_cache(spec, cache, rows, bound)
     likes = [replace(bound, tensors={}) for bound in shards]
-    return Route(recurrence, packing, bounds, likes, form, wanted)
+    kernels = not wanted and takes_kernels(spec, shards[0], form, backend)
+    return Route(recurrence, packing, bounds, likes, form, wanted, kernels)
 
 
 def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None, name: str) -> int:
