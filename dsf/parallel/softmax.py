@@ -59,8 +59,8 @@ class Route:
         """
         spec, packing, form, packed = self.recurrence.spec, self.packing, self.form, self.bounds is not None
         if self.kernels and cache is None:
-            found = attend_pieces(spec, world, shards, packing)
-            return [(y.to(bound.dtype), None) for y, bound in zip(found, shards, strict=True)]
+            several = attend_pieces(spec, world, shards, packing)
+            return [(y.to(bound.dtype), None) for y, bound in zip(several, shards, strict=True)]
         if spec.turns or not spec.is_plain_softmax:
             found = attend_scores(spec, world, shards, cache, packing, packed, form, self.wanted)
             return [(y.to(bound.dtype), final) for (y, final), bound in zip(found, shards, strict=True)]

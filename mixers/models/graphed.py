@@ -48,8 +48,9 @@ class Graphed:
     waits for a result, and the first capture while a result of another call still has its graph.
 
     In one of several processes (tokens, heads and parameters over ranks: `dsf.parallel`) collectives are captured as
-    well. What CUDA refuses is a RuntimeError there, since other ranks wait for this one's collectives. Call `clear`
-    before the process group is destroyed: NCCL waits for its graphs.
+    well, and what FSDP was told by then (`set_requires_gradient_sync`) holds for the graph. What CUDA refuses is a
+    RuntimeError there, since other ranks wait for this one's collectives. Call `clear` before the process group is
+    destroyed: NCCL waits for its graphs.
 
     Gradients lie in memory that the next call overwrites: copy those that are to be kept. A graph keeps the memory of a
     whole step.
