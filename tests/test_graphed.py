@@ -140,6 +140,12 @@ def test_a_ninth_kind_and_a_call_that_is_refused_go_on_without_a_graph(made, mon
         else:
             step(ids)
         same_gradients(one, other)
+    monkeypatch.setattr(graphed, "ranks", lambda: 2)  # the other rank waits for this one's collectives
+    step.clear()
+    for _ in range(graphed.EAGER):
+        step(ids)
+    with pytest.raises(RuntimeError, match=r"step \(operation not permitted when stream is capturing\); take it"):
+        step(ids)
 
 
 def test_a_cpu_takes_its_steps_as_ever():

@@ -78,7 +78,8 @@ class Graphed:
 
     def _captured(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Captured | None:
         """The graph of a call, or None where there is none yet."""
-        places = [local(p).data_ptr() for p in parameters]
+        with torch.no_grad():  # of a DTensor's part autograd makes a node otherwise
+            places = [local(p).data_ptr() for p in parameters]
         if places != self._places:
             self._places = places
             self.clear()
@@ -110,9 +111,10 @@ class Graphed:
         try:
             return capture(self._eager, parameters, tensors, self._pool)
         except RuntimeError as error:
-            if ranks() > 1:
-                raise RuntimeError("CUDA refuses a graph of this step, for which other ranks wait") from error
             first = str(error).strip().partition("\n")[0]
+            if ranks() > 1:
+                why = f"CUDA refuses a graph of this step ({first}); take it without one (dsf train --no-graph)"
+                raise RuntimeError(why) from error
             warnings.warn(f"a training step goes on without a CUDA graph, which refuses it: {first}", stacklevel=4)
             return None
         finally:
@@ -150,7 +152,6 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-@torch.no_grad()
 def local(x: Tensor) -> Tensor:
     """What this rank has of a tensor, which may be a DTensor."""
     return x.to_local() if hasattr(x, "to_local") else x
