@@ -29,7 +29,8 @@ class Attention:
     decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T, p], the rule's factor on a row of weights
     with sum 1, or None for 1. exponential: False for a window of a finite state, whose weights are scores times e^bias;
     then share contains the quotient or C's gate, and log_eta does not apply. skip: [B, H, T, p], D as a factor of the
-    query's own value, the last that it sees, or None.
+    query's own value, the last that it sees, or None. first: the place of the first query among the keys, or None for
+    S - T, where the queries are the last tokens.
     """
 
     a: Tensor
@@ -42,6 +43,12 @@ class Attention:
     share: Tensor | None = None
     exponential: bool = True
     skip: Tensor | None = None
+    first: int | None = None
+
+    @property
+    def past(self) -> int:
+        """The number of keys before the first query's own."""
+        return self.k.shape[2] - self.a.shape[2] if self.first is None else self.first
 
     def matrix(self) -> Tensor:
         """The weights [B, H, T, S] without share and skip; rows sum to 1, or to less with a sink."""
@@ -347,9 +354,10 @@ def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
         return None if x is None else cut(x, b, h, t, channel)
 
     decay = attention.decay
+    first = attention.past + t.indices(attention.a.shape[2])[0]
     return Attention(
         attention.a[b, h, t], k[b, h], v[b, h, :, p], at(seen), at(attention.bias),
         None if attention.sink is None else attention.sink[h],
         None if decay is None else cut(decay, b, t, h), at(attention.share, p), attention.exponential,
-        at(attention.skip, p),
+        at(attention.skip, p), first,
     )  # fmt: skip

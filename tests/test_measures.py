@@ -236,6 +236,32 @@ def test_mean_distance_of_a_fixed_decay_is_the_geometric_mean_age():
     assert m.mean_distance(t)[0, 0, -1, 0].item() == pytest.approx(gamma / (1 - gamma), rel=1e-8)
 
 
+@pytest.mark.parametrize("r", UNDRIVEN, ids=lambda r: r.name)
+def test_a_token_is_one_place_whatever_it_writes(r):
+    """Where no input drives the system, Phi has a column for each of a token's writes."""
+    t, tokens = trajectory(r), 6
+    phi = m.kernel_matrix(t).abs()
+    by_token = phi.unflatten(3, (tokens, -1)).sum(4)
+    torch.testing.assert_close(m.attention_map(t).sum(-1), torch.ones(2, 2, tokens, dtype=torch.float64))
+    assert m.attention_map(t).shape == (2, 2, tokens, tokens)
+    age = (torch.arange(tokens)[:, None] - torch.arange(tokens)).abs().double()
+    expected = (by_token * age[..., None]).sum(3) / by_token.sum(3)
+    torch.testing.assert_close(m.mean_distance(t), expected)
+    past = phi.shape[3] // tokens * 2
+    values = torch.linalg.svdvals(m.kernel_matrix(t).movedim(-1, 2)[..., 2:, :past])
+    torch.testing.assert_close(m.effective_state_size(t, at=[2]).entropy[:, :, 0], m.entropy_rank(values))
+
+
+@pytest.mark.parametrize("part", [slice(0, 5), slice(3, 7), slice(6, None)], ids=str)
+def test_places_of_a_part_of_attention_are_those_of_its_tokens(part):
+    whole = trajectory(mixers.softmax_attention, tokens=9)
+    start, stop, _ = part.indices(9)
+    cut = whole.select(tokens=slice(start, None)).select(tokens=slice(0, stop - start))
+    torch.testing.assert_close(m.mean_distance(cut), m.mean_distance(whole)[:, :, part])
+    expected = m.entropy_rank(torch.linalg.svdvals(m.kernel_matrix(whole)[:, :, part, :, 0][..., 1:, : part.start + 1]))
+    torch.testing.assert_close(m.effective_state_size(cut, at=[1]).entropy[:, :, 0, 0], expected)
+
+
 @EVERY_DRIVEN_FINITE
 def test_effective_state_size_is_at_most_the_states_rows(r):
     t = trajectory(r, tokens=12)

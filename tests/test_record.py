@@ -83,6 +83,14 @@ def test_layers_heads_tokens_and_sequences_bound_the_recording():
     assert chosen.layers == ("backbone.layers.0.mixer",)
 
 
+def test_the_first_tokens_of_attention_are_measured_as_in_the_whole():
+    model, converted, ids = build("llama")
+    with record(converted) as whole, record(converted, tokens=5) as part:
+        model(input_ids=ids)
+    distances = [measures.mean_distance(x.trajectory(x.layers[0])) for x in (whole, part)]
+    torch.testing.assert_close(distances[1], distances[0][:, :, :5])
+
+
 @pytest.mark.parametrize("name", ["mamba", "gpt_oss"])
 def test_a_recording_larger_than_its_limit_is_refused_with_its_size(name):
     model, converted, ids = build(name)

@@ -20,7 +20,8 @@ def kernel_matrix(trajectory: Trajectory) -> Tensor:
     y_i.
 
     Exact for every system, with erasure, quotients, bonuses and skips; for softmax the attention matrix. S is T times
-    the micro-steps of a token (for attention with a cache, the keys seen); p = P where channels differ, else 1.
+    the micro-steps of a token (where no single input drives the system, times the writes of a step; for attention, the
+    keys); p = P where channels differ, else 1.
     """
     return trajectory.kernel_matrix()
 
@@ -43,7 +44,8 @@ def output(trajectory: Trajectory) -> Tensor:
 
 
 def attention_map(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
-    """|Phi| averaged over channels, micro-steps summed, each row scaled to sum 1, [B, H, T, S]; a picture of attention.
+    """|Phi| averaged over channels, a token's columns summed, each row scaled to sum 1, [B, H, T, S]; a picture of
+    attention. S is T (for attention, the number of keys).
 
     The absolute value makes systems with signed weights comparable with softmax (HiddenMambaAttn, arXiv 2403.01590).
     phi: kernel_matrix(trajectory) where it is known.
@@ -60,8 +62,8 @@ def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
     """
     weights = _tokens(_phi(trajectory, phi).abs(), trajectory, axis=3)
     tokens, places = weights.shape[2], weights.shape[3]
-    last = torch.arange(places - tokens, places, device=weights.device)
-    age = (last[:, None] - torch.arange(places, device=weights.device)[None]).abs().to(weights.dtype)
+    own = torch.arange(tokens, device=weights.device) + _past(trajectory)
+    age = (own[:, None] - torch.arange(places, device=weights.device)[None]).abs().to(weights.dtype)
     return (weights * age[..., None]).sum(3) / _nonzero(weights.sum(3))
 
 
@@ -87,15 +89,13 @@ def effective_state_size(
     InputError for a token outside 1 … T - 1.
     """
     phi = _phi(trajectory, phi).movedim(-1, 2)  # [B, H, p, T, S]
-    tokens, places = phi.shape[3], phi.shape[4]
-    micro = 1 if trajectory.problem is None else trajectory.problem.micro
-    past = places - tokens * micro
+    tokens, each, past = phi.shape[3], _columns(trajectory, phi.shape[4]), _past(trajectory)
     spots = [tokens // 2] if at is None else list(at)
     counts, entropies = [], []
     for i in spots:
         if not 1 <= i < tokens:
             raise InputError(f"effective_state_size: token {i} has no past or no future; expected 1 ≤ i < {tokens}")
-        sigma = torch.linalg.svdvals(phi[..., i:, : past + i * micro])
+        sigma = torch.linalg.svdvals(phi[..., i:, : past + i * each])
         counts.append((sigma > tolerance * sigma[..., :1]).sum(-1))
         entropies.append(entropy_rank(sigma))
     return EffectiveStateSize(torch.stack(counts, 2), torch.stack(entropies, 2))
@@ -203,9 +203,19 @@ def _phi(trajectory: Trajectory, phi: Tensor | None) -> Tensor:
 
 
 def _tokens(weights: Tensor, trajectory: Trajectory, axis: int = -1) -> Tensor:
-    """The matrix with the columns of a token's micro-steps summed."""
-    micro = 1 if trajectory.problem is None else trajectory.problem.micro
-    return weights if micro == 1 else weights.unflatten(axis, (-1, micro)).sum(axis + 1 if axis >= 0 else axis)
+    """The matrix with the columns of a token summed."""
+    each = _columns(trajectory, weights.shape[axis])
+    return weights if each == 1 else weights.unflatten(axis, (-1, each)).sum(axis + 1 if axis >= 0 else axis)
+
+
+def _columns(trajectory: Trajectory, places: int) -> int:
+    """Columns of Phi for each token: its micro-steps, each with as many writes as B has where no input drives it."""
+    return 1 if trajectory.attention is not None else places // trajectory.tokens
+
+
+def _past(trajectory: Trajectory) -> int:
+    """The number of tokens before the first output's own."""
+    return 0 if trajectory.attention is None else trajectory.attention.past
 
 
 def _nonzero(x: Tensor) -> Tensor:
