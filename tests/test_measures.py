@@ -77,6 +77,15 @@ def test_transition_and_propagator_norms_are_the_dense_ones(r):
         torch.testing.assert_close(norm.expand(expected.shape), expected, **CLOSE)
 
 
+def test_the_norm_of_a_decay_of_one_beside_unit_vectors():
+    """|l| |r| = 1 and one d = 1: a half of a half of the first bracket falls on 1, a pole."""
+    q, w, a = (torch.zeros(1, 1, 1, 4, dtype=torch.float64) + x for x in (0.0, torch.tensor([100.0, 0, 0, 0]), 0.5))
+    t = structures.rank_one.trajectory(q=q, k=q, v=q, w=w, a=a, b=a * torch.tensor([-1.0, 1, 1, 1]))
+    expected = torch.linalg.matrix_norm(t.dense(), 2)
+    assert 1.1 < expected.item() < 1.4
+    torch.testing.assert_close(m.transition_norm(t), expected)
+
+
 @EVERY_FINITE
 def test_lyapunov_exponents_add_up_to_the_log_determinant(r):
     t = trajectory(r, tokens=5)
