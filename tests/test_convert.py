@@ -246,6 +246,26 @@ def test_a_cache_from_before_the_conversion_goes_on(name, ids):
     assert off(rest, expected[:, 7:]) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["roberta", "opt"])
+def test_models_that_count_positions_their_own_way_go_on_counting(name, ids):
+    """From another number than 0, or by the mask."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = zoo.BACKBONES["opt"] if name == "opt" else {**zoo.SMALL, **zoo.HEADS, **zoo.TWO, "pad_token_id": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, is_decoder=True)).eval()
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+
+    def pieces():
+        first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        rest = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
+        return torch.cat([first.logits, rest.logits], dim=1)[mask == 1]
+
+    expected = pieces()
+    with dsf.convert(model):
+        assert off(pieces(), expected) < 1e-4
+
+
 def test_two_models_of_a_type_are_converted_one_by_one(ids):
     one, other = zoo.build("mamba"), zoo.build("mamba")
     converted = dsf.convert(one)

@@ -127,7 +127,7 @@ def convert(model: nn.Module) -> Converted:
         named_left = named_left or "nothing mixes tokens"
         raise ConversionError(f"{type(model).__name__}: no mixer to convert: {named_left}")
     _warn_of_age(found)
-    _watch_model(model, shared, patches, all(f.how != "softmax" for f in found))
+    _watch_model(model, shared, patches, {f.how == "softmax" for f in found})
     for entry in found:
         layer = _convert(entry, patches)
         layer.shared = shared
@@ -252,8 +252,11 @@ def _set_attention(model: Any, patches: Patches) -> bool:
     return True
 
 
-def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurrent_only: bool) -> None:
-    """Keep the arguments of the model's calls, and correct those of cached calls (see _repaired)."""
+def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, attends: set[bool]) -> None:
+    """Keep the arguments of the model's calls, and correct those of cached calls (see _repaired).
+
+    attends: whether its mixers are softmax attention, of each.
+    """
     for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
         signature = inspect.signature(type(module).forward)
 
@@ -264,7 +267,9 @@ def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurren
             given = {k: v for k, v in arguments.items() if v is not None}
             # The inner model does not get all arguments of the outer one.
             shared.arguments = given if module is model else {**shared.arguments, **given}
-            return args, {**kwargs, **_repaired(arguments, "position_ids" in signature.parameters, recurrent_only)}
+            # Models of attention alone count by themselves: with masks (OPT), or from another number (RoBERTa).
+            counted = "position_ids" in signature.parameters and False in attends
+            return args, {**kwargs, **_repaired(arguments, counted, True not in attends)}
 
         def after(module: nn.Module, *_: Any) -> None:
             if module is model:
@@ -274,11 +279,12 @@ def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, recurren
         patches.on_undo(module.register_forward_hook(after, always_call=True).remove)
 
 
-def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: bool) -> dict[str, Any]:
+def _repaired(arguments: dict[str, Any], counted: bool, recurrent_only: bool) -> dict[str, Any]:
     """Corrected arguments of a cached call.
 
-    Positions continue after the cache's tokens (some hybrids start again at 0, or count a layer without keys). A mask
-    longer than the call is cut to the call's tokens for models without attention, which multiply by it.
+    counted: positions continue after the cache's tokens (some hybrids start again at 0, or count a layer without keys).
+    recurrent_only: a mask longer than the call is cut to the call's tokens for models without attention, which multiply
+    by it.
     """
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
@@ -287,7 +293,7 @@ def _repaired(arguments: dict[str, Any], takes_positions: bool, recurrent_only: 
     cache: Any = cache_in(arguments)
     new, mask = tokens.shape[1], arguments.get("attention_mask")
     repaired: dict[str, Any] = {}
-    if takes_positions and arguments.get("position_ids") is None and hasattr(cache, "layers"):
+    if counted and arguments.get("position_ids") is None and hasattr(cache, "layers"):
         past = max((_length(x) for x in cache.layers), default=0)
         if past:
             positions = torch.arange(past, past + new, device=tokens.device)
