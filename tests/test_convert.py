@@ -435,6 +435,44 @@ def test_capped_scores_and_unknown_attention_are_left_alone():
             dsf.convert(model)
 
 
+def test_attention_with_sinks_for_every_query_is_left_alone_with_its_masks(ids):
+    """Its convolutions are converted; the mask of a cached call reaches its attention whole."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {k: v for k, v in zoo.CONFIGS["inkling_text"].items() if k not in ("head_dim", "swa_head_dim")}
+    config = AutoConfig.for_model("inkling2_text", **sizes, head_dim=8, swa_head_dim=8)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+
+    def pieces():
+        first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        rest = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
+        return torch.cat([first.logits, rest.logits], dim=1)[mask == 1]
+
+    expected = pieces()
+    with dsf.convert(model) as converted:
+        assert {x.kind for x in converted.layers} == {"FIR"}
+        assert "because its attention also takes sinks" in str(converted)
+        assert off(pieces(), expected) < 1e-4
+
+
+def test_attention_that_says_it_is_not_causal_reads_both_ways():
+    from transformers import Llama4VisionConfig, Llama4VisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32}
+    config = Llama4VisionConfig(
+        **sizes, vision_output_dim=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    model = Llama4VisionModel._from_config(config, attn_implementation="eager").eval()
+    x = torch.randn(2, 3, 32, 32)
+    for p in model.parameters():
+        p.mul_(3 if p.dim() >= 2 else 1)
+    expected = model(x).last_hidden_state
+    with dsf.convert(model):
+        assert off(model(x).last_hidden_state, expected) < 1e-4
+
+
 def test_an_early_transformers_is_warned_of(monkeypatch):
     for oldest, words in (((99, 1), "tried with transformers 99.1 and later, this is"), ((5, 6), "")):
         monkeypatch.setattr("dsf.analysis.convert.conversion.OLDEST", oldest)

@@ -127,7 +127,8 @@ def convert(model: nn.Module) -> Converted:
         named_left = named_left or "nothing mixes tokens"
         raise ConversionError(f"{type(model).__name__}: no mixer to convert: {named_left}")
     _warn_of_age(found)
-    _watch_model(model, shared, patches, {f.how == "softmax" for f in found})
+    attends = {_attends(f.how) for f in found} | {True for x in left if "Attention" in x.type}
+    _watch_model(model, shared, patches, attends)
     for entry in found:
         layer = _convert(entry, patches)
         layer.shared = shared
@@ -233,6 +234,10 @@ def _mend_methods(model: nn.Module, shared: ModelCall, patches: Patches) -> None
                 patches.attribute(module, method, partial(replacement, shared, module))
 
 
+def _attends(how: Core | Forward | str) -> bool:
+    return how == "softmax" or (isinstance(how, Forward) and how.recurrence.spec.is_attention)
+
+
 def _forget(module: nn.Module) -> None:
     softmax.LAYERS.pop(module, None)
 
@@ -255,7 +260,7 @@ def _set_attention(model: Any, patches: Patches) -> bool:
 def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, attends: set[bool]) -> None:
     """Keep the arguments of the model's calls, and correct those of cached calls (see _repaired).
 
-    attends: whether its mixers are softmax attention, of each.
+    attends: whether its mixers are attention, of each.
     """
     for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
         signature = inspect.signature(type(module).forward)

@@ -17,6 +17,9 @@ from dsf.mixers import Hydra, Hyena, Mixer, VisionMamba
 
 LOOKS_LIKE_A_MIXER = re.compile(r"(Attention|Mixer|SSM|Mamba|DeltaNet|Rwkv|Retention|Recurrent|LSTM|GRU|RNN)\d*$")
 NONLINEAR = (nn.LSTM, nn.GRU, nn.RNN)
+# What an attention function of transformers may be given besides queries, keys, values and mask.
+ATTENTION_TAKES = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "position_bias"}
+ATTENTION_TAKES |= {"sliding_window", "softcap"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,11 @@ def find(model: nn.Module) -> tuple[list[Found], list[LeftAlone]]:
             inside.update(id(m) for m in module.modules())
     left += _quantised(model)
     for name, module in model.named_modules():
-        if id(module) in inside or any(id(m) in inside for m in module.modules()):
+        if id(module) in inside:
             continue
-        why = _why_not(module)
+        why = _unlike_softmax(module)  # also where a convolution within is converted
+        if why is None and not any(id(m) in inside for m in module.modules()):
+            why = _why_not(module)
         if why is not None:
             left.append(LeftAlone(name, type(module).__name__, why))
             inside.update(id(m) for m in module.modules())
@@ -105,16 +110,22 @@ def _how(module: nn.Module) -> Core | Forward | str | None:
             return core
     if "causal_conv1d_fn" in names:
         return "FIR"
-    return "softmax" if "ALL_ATTENTION_FUNCTIONS" in names and not _is_capped(module) else None
+    return "softmax" if "ALL_ATTENTION_FUNCTIONS" in names and _unlike_softmax(module) is None else None
 
 
-def _is_capped(module: nn.Module) -> bool:
-    return getattr(module, "attn_logit_softcapping", None) is not None
+def _unlike_softmax(module: nn.Module) -> str | None:
+    """Why an attention of transformers is another than softmax of inner products; None for all other modules."""
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return "its scores are capped (softcap), so they are no inner product and its features not exponential"
+    if "ALL_ATTENTION_FUNCTIONS" not in names_used(type(module)):
+        return None
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    takes = [] if own is None else inspect.signature(own).parameters.values()
+    more = [p.name for p in takes if p.kind is not p.VAR_KEYWORD and p.name not in ATTENTION_TAKES]
+    return f"its attention also takes {', '.join(more)}, which is unknown here" if more else None
 
 
 def _why_not(module: nn.Module) -> str | None:
-    if _is_capped(module):
-        return "its scores are capped (softcap), so they are no inner product and its features not exponential"
     if isinstance(module, Hyena):
         return f"{module.no_state}, and no recurrence"
     if isinstance(module, NONLINEAR):

@@ -46,7 +46,9 @@ def attention(
         return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shown = layer.shared.mask(key.shape[2])
-    seen, bias = _split_mask(module, query, key, attention_mask, options.get("position_bias"), shown)
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    seen, bias = _split_mask(bool(causal), query, key, attention_mask, options.get("position_bias"), shown)
     seen = _apart(seen, layer.call.cu_seqlens, query)
     sink = options.get("s_aux", getattr(module, "sinks", None))
     operands = Attention(query * scale, key, value, seen, bias, sink)
@@ -118,7 +120,7 @@ def _fused(operands: Attention) -> Tensor:
 
 
 def _split_mask(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, shown: Tensor | None
+    causal: bool, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, shown: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(what each query sees, None for plain causal attention; what is added to its scores, None for nothing).
 
@@ -126,11 +128,11 @@ def _split_mask(
     """
     tokens, places = query.shape[2], key.shape[2]
     if mask is None:
-        if not getattr(module, "is_causal", True):
+        if not causal:
             return torch.ones(1, 1, tokens, places, dtype=torch.bool, device=query.device), bias
         plain = tokens == places
-        causal = torch.ones(1, 1, tokens, places, dtype=torch.bool, device=query.device).tril(places - tokens)
-        return (None if plain else causal), bias
+        triangle = torch.ones(1, 1, tokens, places, dtype=torch.bool, device=query.device).tril(places - tokens)
+        return (None if plain else triangle), bias
     if (
         mask.shape[-1] < places
     ):  # MiniMax takes the cache's length from a layer without keys, so its mask lacks the cached tokens
