@@ -473,6 +473,20 @@ def test_attention_that_says_it_is_not_causal_reads_both_ways():
         assert off(model(x).last_hidden_state, expected) < 1e-4
 
 
+def test_parts_of_a_model_are_not_converted_twice(ids):
+    model = zoo.build("llama")
+    expected = model(input_ids=ids).logits
+    for first, second, said in (
+        (model, model.model, "^LlamaModel is"),
+        (model.model, model, "^model of LlamaForCausal"),
+    ):
+        converted = dsf.convert(first)
+        with pytest.raises(ConversionError, match=f"{said}.* converted already; undo"):
+            dsf.convert(second)
+        converted.undo()
+        assert torch.equal(model(input_ids=ids).logits, expected)
+
+
 def test_an_early_transformers_is_warned_of(monkeypatch):
     for oldest, words in (((99, 1), "tried with transformers 99.1 and later, this is"), ((5, 6), "")):
         monkeypatch.setattr("dsf.analysis.convert.conversion.OLDEST", oldest)

@@ -105,8 +105,8 @@ def convert(model: nn.Module) -> Converted:
     for layers of dsf.mixers and for classes given to `register`.
 
     Warns where transformers is older than the OLDEST that was tried.
-    Raises ConversionError for an object that is no torch module, a model on the meta device, a model that is already
-    converted, and a model without a known mixer (naming the unknown ones).
+    Raises ConversionError for an object that is no torch module, a model on the meta device, a model of which a part is
+    already converted, and a model without a known mixer (naming the unknown ones).
     """
     _check(model)
     found, left = find(model)
@@ -134,8 +134,8 @@ def convert(model: nn.Module) -> Converted:
         layer.shared = shared
         layers.append(layer)
     _mend_methods(model, shared, patches)
-    object.__setattr__(model, "_dsf_converted", True)
-    patches.on_undo(lambda: object.__delattr__(model, "_dsf_converted"))
+    for module in model.modules():  # so that a part of it is refused, too
+        patches.attribute(module, "_dsf_converted", True)
     return Converted(model, layers, left, patches)
 
 
@@ -168,8 +168,10 @@ def _check(model: Any) -> None:
     meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
     if meta is not None:
         raise ConversionError(f"{type(model).__name__} is on the meta device ({meta}): load its weights first")
-    if getattr(model, "_dsf_converted", False):
-        raise ConversionError(f"{type(model).__name__} is converted already; undo() that conversion first")
+    done = next((name for name, part in model.named_modules() if getattr(part, "_dsf_converted", False)), None)
+    if done is not None:
+        part = f"{done} of " if done else ""
+        raise ConversionError(f"{part}{type(model).__name__} is converted already; undo() that conversion first")
 
 
 def _warn_of_age(found: list[Found]) -> None:
