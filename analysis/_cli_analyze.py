@@ -155,7 +155,7 @@ def verdict(analysis: Analysis) -> list[str]:
     """Lines for the terminal: what was converted, a finding for each layer, and what was left alone."""
     data, found = analysis.data, analysis.data.conversion
     lines = [
-        f"{data.model.class_}: {len(found.layers)} mixers ran as recurrences on "
+        f"{data.model.class_}: {sum(x.heads is not None for x in found.layers)} mixers ran as recurrences on "
         f"{data.text.tokens} tokens; outputs changed by {found.deviation:.1g} of their range"
     ]
     lines += [run.found for run in data.runs]

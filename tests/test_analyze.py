@@ -418,6 +418,35 @@ def test_missing_weights_are_said(folder, tmp_path):
     )
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_one_clear_line(value, text, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_models.save("mamba", tmp_path / "mamba")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.in_proj.weight[3, 2] = value
+    model.save_pretrained(folder)
+    said = one_line(run(folder, "--text", text, "--tokens", 40, "--out", tmp_path / "x.html", code=2))
+    assert "outputs on the text are NaN; backbone.layers.1.mixer.in_proj.weight has weights that are not finite" in said
+
+
+def test_a_model_that_also_reads_images_is_measured_on_what_reads_text(text, tmp_path):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config={**zoo.BACKBONES["gemma3_text"]},
+        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+    )
+    folder = tiny_models.save("llama", tmp_path / "model")  # its tokenizer
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    given = (folder, "--text", text, "--tokens", 40, "--out", tmp_path / "x.html")
+    assert "2 mixers ran as recurrences" in run(*given, "--heads", 0).stdout
+    assert "self_attn did not run on the text; choose other --layers" in one_line(run(*given, "--layers", 0, code=2))
+
+
 def test_unknown_mixers_are_listed(text):
     model = letters("llama")
     model.model.add_module("odd", torch.nn.LSTM(4, 4))

@@ -352,7 +352,7 @@ def test_layers_know_their_state():
 
 def test_state_sizes_of_a_model_include_caches_and_convolutions():
     converted = dsf.convert(zoo.build("zamba"))
-    with pytest.raises(ConversionError, match="has not run yet"):
+    with pytest.raises(ConversionError, match="no converted layer has run yet"):
         converted.state_size(100)
     converted.model(input_ids=torch.randint(3, 64, (1, 5)))
     sizes = converted.state_size(100, width=2)

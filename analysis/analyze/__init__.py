@@ -80,8 +80,9 @@ def analyze(
     """Convert a model, compare its outputs before and after, and measure every chosen layer on the start of `text`.
 
     Memory: the model, its outputs twice, and one recorded run of one layer at a time. The model gets its own mixers
-    back at the end. Raises InputError for a text with too few tokens, and for unknown layers and heads; ConversionError
-    for a model without a known mixer; RecordingError for a run larger than the limit.
+    back at the end. Raises InputError for a text with too few tokens, outputs that are NaN, layers and heads that are
+    unknown, and layers that do not run on a text; ConversionError for a model without a known mixer; RecordingError for
+    a run larger than the limit.
     """
     choice, tell = choice or Choice(), report or (lambda step, done, of: None)
     model = pretrained.model
@@ -91,6 +92,7 @@ def analyze(
     with torch.no_grad():
         with _timed(seconds, "original", tell, STEPS[0]):
             before = outputs(model, ids)
+        _check_numbers(model, before)
         with _timed(seconds, "convert", tell, STEPS[1]):
             converted = convert(model)
         with converted:
@@ -272,10 +274,21 @@ def _sentence(pretrained: Pretrained, text: str, tokens: int) -> Tensor:
     return torch.tensor([ids[: min(tokens, longest)]])
 
 
+def _check_numbers(model: nn.Module, found: Tensor) -> None:
+    if bool(found.isnan().any()):
+        named = (name for name, p in model.named_parameters() if not bool(p.isfinite().all()))
+        why = next((f"; {name} has weights that are not finite" for name in named), "")
+        raise InputError(f"{type(model).__name__}: its outputs on the text are NaN{why}")
+
+
 def _check_heads(heads: slice | None, layers: Sequence[Layer]) -> None:
+    if all(layer.state is None for layer in layers):  # of a tower that reads images
+        raise InputError(f"{layers[0].name} did not run on the text; choose other --layers")
     for layer in layers:
-        there = (layer.state or (0,))[0]
-        if heads is not None and heads.start >= there:
+        if layer.state is None or heads is None:
+            continue
+        there = layer.state[0]
+        if heads.start >= there:
             raise InputError(
                 f"--heads {heads.start} to {heads.stop - 1}: {layer.name} has {there} head{'s' * (there != 1)}, "
                 "counted from 0; choose others, or other --layers"

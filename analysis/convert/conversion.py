@@ -72,19 +72,24 @@ class Converted:
         raise KeyError(f"no converted layer is called {name!r}; they are {', '.join(x.name for x in self.layers)}")
 
     def state_size(self, context: int, width: int = 4) -> dict[str, StateSize]:
-        """Size of what all layers that have run keep of one sequence after `context` tokens. width: bytes a number.
+        """Size of what all layers that have run keep of one sequence after `context` tokens, by name. width: bytes a
+        number.
 
         Raises ConversionError before the first call of the model, whose inputs give the sizes.
         """
         found = {}
         for layer in self.layers:
             if layer.state is None:
-                raise ConversionError(f"{layer.name} has not run yet: call the model once to learn its state's size")
+                continue
             heads, n, p = layer.state
             found[layer.name] = state_size(
                 layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=layer.key_heads,
                 conv=layer.conv, window=layer.window, width=width,
             )  # fmt: skip
+        if not found:
+            raise ConversionError(
+                "no converted layer has run yet: call the model once to learn the sizes of its states"
+            )
         return found
 
     def __str__(self) -> str:
