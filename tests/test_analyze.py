@@ -17,6 +17,7 @@ from tiny_models import TEXT
 from typer.testing import CliRunner
 
 import dsf
+from dsf import mixers
 from dsf.analysis import analyze as engine
 from dsf.analysis import measures, report
 from dsf.analysis import models as loading
@@ -445,6 +446,28 @@ def test_a_model_that_also_reads_images_is_measured_on_what_reads_text(text, tmp
     given = (folder, "--text", text, "--tokens", 40, "--out", tmp_path / "x.html")
     assert "2 mixers ran as recurrences" in run(*given, "--heads", 0).stdout
     assert "self_attn did not run on the text; choose other --layers" in one_line(run(*given, "--layers", 0, code=2))
+
+
+def test_attention_of_this_library_is_described_as_attention():
+    """By what it keeps: a window, a decay's half-life or everything, and never as a share of N state entries."""
+    from dsf.models.hf import DsfConfig, DsfForCausalLM
+
+    names = ["alibi", "sliding_window_attention", "sink_attention"]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "n_layers": 3, "n_heads": 2}
+    model = DsfForCausalLM(DsfConfig(**sizes, mixers=names, mixer_options={names[1]: {"window": 5}})).eval()
+    given = letters("llama")
+    found = analyze(Pretrained("ours", model, given.tokenize, "tiny", given.piece), TEXT * 3, "text", Choice(tokens=60))
+    decaying, windowed, keeping = found.data.runs
+    inputs = model.model.layers[0].mixer.inputs(torch.randn(1, 9, 32))
+    rate = -measures.eigenvalues(mixers.alibi.trajectory(**inputs))[0, 0].log().flatten()
+    halves = [head.half_life.percentiles.median for head in decaying.heads]
+    assert halves == pytest.approx((math.log(2) / rate).tolist(), rel=1e-4)
+    assert decaying.half_life.share_never == 0 and "has forgotten half after" in decaying.found
+    assert windowed.window == 5 and "keeps the last 5 tokens as they were" in windowed.found
+    assert "keeps every key and value" in keeping.found and keeping.half_life.share_never == 1
+    page = Report(found).page().html()
+    assert page.count("KV\u00a0cache") == 3 and not any("state entries" in run.found for run in found.data.runs)
 
 
 def test_unknown_mixers_are_listed(text):

@@ -39,7 +39,7 @@ EPS = 0.01  # share of a state that is left at its horizon
 def of_text(entry: Entry, run: Run) -> None:
     """Write into the run the measures over a recorded text: of each head, and of the whole layer for pictures."""
     t = entry.trajectory
-    run.causal = is_causal(t)
+    run.causal, run.attention = is_causal(t), t.attention is not None
     run.heads = [Head(head=h) for h in range(t.heads)]
     if run.causal:  # attention to later tokens has neither eigenvalues nor a memory
         spectrum(t, run)
@@ -102,7 +102,7 @@ def spectrum(t: Trajectory, run: Run) -> None:
 
 
 def memory(t: Trajectory, window: int | None, run: Run) -> None:
-    """Write half-lives and horizons in tokens, with erasure; infinite for softmax attention.
+    """Write half-lives and horizons in tokens, with erasure; infinite for softmax attention without a decay.
 
     For attention with a window and for convolutions, which keep tokens whole and drop the others, only the window in
     tokens.
@@ -111,7 +111,8 @@ def memory(t: Trajectory, window: int | None, run: Run) -> None:
         if window is not None:
             run.window = window
             return
-        lives = [torch.full((1, t.heads, 1, 1), torch.inf)] * 2
+        never = torch.full((1, t.heads, 1, 1), torch.inf)
+        lives = [never, never] if t.attention.decay is None else [half_life(t), horizon(t, EPS)]
     else:
         a = t.transition
         if a.left is not None and not bool(a.decay.any()):  # a convolution's shift register

@@ -47,9 +47,9 @@ def spectrum_words(found: Eigenvalues) -> str:
 def _memory(run: Run) -> str:
     if run.window is not None:
         return f"keeps the last {run.window:,} tokens as they were"
-    if run.kind == "softmax":
-        return "keeps every key and value"
     life = run.half_life
+    if run.keeps_keys and (life is None or life.share_never == 1):
+        return "keeps every key and value"
     if life is None:
         return "keeps a state that nothing was measured of"
     middle, slow = life.percentiles.median, life.percentiles.high
@@ -78,7 +78,7 @@ def _distance(run: Run, tokens: int) -> str:
 
 def _used(run: Run) -> str:
     size = run.effective_state_size
-    if size is None or not run.N or run.kind == "softmax":
+    if size is None or not run.N or run.keeps_keys:
         return ""
     return f"uses about {size.entropy:.2g} of {run.N} state entries a channel"
 

@@ -189,7 +189,7 @@ class Report:
                     f"slowest tenth halves in {duration(life.percentiles.high)} tokens or more.",
                 )
             )
-        if any(r.kind == "softmax" for r in self.runs):
+        if any(r.keeps_keys and r.name not in self.forgetting for r in self.runs):
             blocks.append(
                 text(
                     "**Softmax attention forgets nothing:** all keys and values stay in its cache as they were "

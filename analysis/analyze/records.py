@@ -66,8 +66,9 @@ class Run(Record):
     """One run of one layer over the text and over a sentence. Measures that a mixer does not have are None.
 
     call, part: the run's numbers, where a layer runs several times. window: tokens kept whole, where all others are
-    dropped. shares [T, T]: of each token of the sentence in each output. received: how much the other tokens look at
-    each token. decay, erase, write: of each token of the sentence. found: a sentence about all this.
+    dropped. attention: keeps keys and values, whatever its kind. shares [T, T]: of each token of the sentence in each
+    output. received: how much the other tokens look at each token. decay, erase, write: of each token of the sentence.
+    found: a sentence about all this.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Run(Record):
     causal: bool = True
     eigenvalues: Eigenvalues | None = None
     window: int | None = None
+    attention: bool = False
     half_life: HalfLives | None = None
     horizon: Lifetimes | None = None
     distance: float | None = None
@@ -96,6 +98,11 @@ class Run(Record):
     erase: list[Number] | None = None
     write: list[Number] | None = None
     found: str = ""
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether its state is a cache of keys and values; files from before `attention` name the kind alone."""
+        return self.attention or self.kind == "softmax"
 
 
 class Model(Record):

@@ -25,7 +25,7 @@ def layers(data: Analysed, colors: Colors) -> Block:
     ]
     rows = []
     for place, run in enumerate(data.runs):
-        size = "KV cache" if run.kind == "softmax" else f"{run.N} × {run.P}"
+        size = "KV cache" if run.keeps_keys else f"{run.N} × {run.P}"
         rows.append([
             Cell(run.name, place, color=colors[run.name], strong=True),
             Cell(run.structure.partition(" (")[0].replace(" ", "\u00a0"), note=run.recurrence),

@@ -217,6 +217,7 @@ def _convert(entry: Found, patches: Patches) -> Layer:
     if isinstance(module, Mixer):
         layer.conv = module.state_size(0) - module.state_size(0, conv=False)
         layer.key_heads = getattr(module, "n_kv_heads", None)
+        layer.window = module.recurrence.spec.system.window
     elif layer.kind != "FIR":
         layer.conv = sum(
             m.in_channels * (m.kernel_size[0] - 1) for m in module.modules() if isinstance(m, nn.Conv1d)

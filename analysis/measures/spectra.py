@@ -199,8 +199,8 @@ def half_life(trajectory: Trajectory, of: Literal["decay", "transition"] = "deca
 
 
 def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
-    """Percentiles of all numbers of x (the nearest number below, so that inf stays inf), one for each of `at` in [0,
-    100].
+    """Percentiles of all n numbers of x, one for each q of `at` in [0, 100]: that at place ⌊q n / 100⌋ in rising order,
+    counted from 0 (of two numbers the 50th is the larger), so that inf stays inf.
     """
     flat = x.flatten()
     places = [min(int(q / 100 * len(flat)), len(flat) - 1) for q in at]
