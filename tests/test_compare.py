@@ -284,6 +284,18 @@ def test_the_page_shows_every_mixer_and_loads_nothing(result):
     assert not {"nan", "inf", "None"} & set(shown.split())
 
 
+def test_time_invariant_systems_show_the_form_that_they_alone_have(text):
+    pytest.importorskip("matplotlib")
+    from dsf.analysis.compare.page import Builder
+
+    quick = Setup(steps=2, batch=2, seq=16, d_model=16, n_heads=2, layers=1)
+    builder = Builder(engine.compare(["s4d", "qlstm"], text, quick, workers=1))
+    html = builder.build().html()
+    assert html.count("tokens per second of convolution") == 1 and "in up to six ways" in html
+    drawn = [x.get_text() for x in builder.figures()["speeds"].axes[0].get_legend().get_texts()]
+    assert drawn == ["naive", "recurrent", "scan", "chunk", "kernel", "convolution"]
+
+
 # The text
 
 

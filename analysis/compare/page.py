@@ -28,6 +28,7 @@ from dsf.analysis.report import (
 )
 from dsf.analysis.report.figures import colors as palette
 from dsf.analysis.report.figures import svg
+from dsf.call.cost import CONVOLUTION
 from dsf.call.plan import FORMS
 
 WORDS = {
@@ -54,6 +55,8 @@ class Builder:
         self.records = comparison.mixers
         self.colors = dict(zip((r.name for r in self.records), palette(len(self.records)), strict=True))
         self.yardsticks = comparison.text.yardsticks_bits_per_byte
+        some = any(CONVOLUTION in r.tokens_per_second for r in self.records)
+        self.named_forms = (*FORMS, CONVOLUTION) if some else FORMS
         self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.records)
 
     def figures(self) -> dict[str, Any]:
@@ -67,7 +70,7 @@ class Builder:
             "state_at_paper_width": pictures.state_sizes(
                 {r.name: r.state.at_paper_width for r in records}, colors, CONTEXTS
             ),
-            "speeds": pictures.speeds(records, colors, FORMS),
+            "speeds": pictures.speeds(records, colors, self.named_forms),
         }
         if any(r.equal.recall for r in records):
             drawn["recall"] = pictures.recalled(records, colors, recall.CHANCE, str(recall.GAP))
@@ -191,7 +194,8 @@ class Builder:
 
     def forms(self, out: Page) -> None:
         """Add the section of agreement and speed of the forms."""
-        names = [f for f in FORMS if f != "naive"]
+        forms = self.named_forms
+        names = [f for f in forms if f != "naive"]
         columns = [Column("mixer"), *(Column(f, f"worst relative error of {f} against naive") for f in names)]
         rows = []
         for r in self.records:
@@ -203,18 +207,18 @@ class Builder:
                 shown = "–" if errors is None else f"{worst:.1e}" if worst else "0"
                 cells.append(Cell(shown, worst, note=note, strong=worst > LAW))
             rows.append([Cell(r.name, color=self.colors[r.name]), *cells])
-        speed_columns = [Column("mixer"), *(Column(f, f"tokens per second of {f}") for f in FORMS)]
+        speed_columns = [Column("mixer"), *(Column(f, f"tokens per second of {f}") for f in forms)]
         speed_rows = [
             [
                 Cell(r.name, color=self.colors[r.name]),
-                *(_speed_cell(r.tokens_per_second, form) for form in FORMS),
+                *(_speed_cell(r.tokens_per_second, form) for form in forms),
             ]
             for r in self.records
         ]
         out.section(
             "One system, several forms",
-            "Every recurrence is computed in up to five ways. On this text, with the trained weights, all must "
-            "give the same outputs and gradients; their speeds differ.",
+            f"Every recurrence is computed in up to {'six' if CONVOLUTION in forms else 'five'} ways. On this text, "
+            "with the trained weights, all must give the same outputs and gradients; their speeds differ.",
             table(
                 columns,
                 rows,

@@ -16,6 +16,7 @@ Colors = Mapping[str, str]
 
 WIDE, HALF = 10.8, 6.2  # inches of a figure that has the page's width, and of one of two side by side
 CONTRAST = 0.6  # exponent of shades: below 1, so that faint entries are visible
+MARKERS = "x", "o", "^", "s", "D", "v"  # of forms
 LONGEST_LIFE = 1e5  # position of infinite half-lives, in tokens
 
 
@@ -258,7 +259,7 @@ def state_sizes(kept: Mapping[str, Sequence[int]], colors: Colors, contexts: Seq
 
 def speeds(records: Sequence[MixerRecord], colors: Colors, forms: Sequence[str]) -> Any:
     """Tokens per second of every form, a row a mixer, on a logarithmic axis, one marker a form."""
-    markers = dict(zip(forms, ("x", "o", "^", "s", "D"), strict=False))
+    markers = dict(zip(forms, MARKERS[: len(forms)], strict=True))
     figure, axes = new_figure(WIDE, 0.25 * len(records) + 1.1)
     ordered = sorted(records, key=lambda r: max(r.tokens_per_second.values()))
     for place, record in enumerate(ordered):
