@@ -365,6 +365,31 @@ def test_state_sizes_of_a_model_include_caches_and_convolutions():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "inkling_text", "jamba"])
+def test_state_sizes_are_those_of_the_models_own_cache(name):
+    """Latents of keys and values, and every convolution once; a cache keeps a tap more of these than they need."""
+    model = zoo.build(name)
+    converted = dsf.convert(model)
+    for layer in converted.layers:
+        layer.window = None  # those of a window are cut later
+    tokens = 5
+    cache = model(input_ids=torch.randint(3, 64, (1, tokens)), use_cache=True).past_key_values
+    sizes = converted.state_size(tokens)
+    keys = sum(
+        x.numel()
+        for layer in cache.layers
+        for x in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if x is not None
+    )
+    attention = [x for x in converted.layers if x.kind == "softmax"]
+    assert sum(sizes[x.name].recurrent for x in attention) == keys
+    taps = [x for layer in cache.layers for x in dict(getattr(layer, "conv_states", {})).values()]
+    kept = sum(size.conv for size in sizes.values()) + sum(
+        sizes[x.name].recurrent for x in converted.layers if x.kind == "FIR"
+    )
+    assert kept == sum(x[..., 1:].numel() for x in taps)
+
+
 def test_quantised_projections_are_used_as_they_are(ids):
     model = zoo.build("llama")
     model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)

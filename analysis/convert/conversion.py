@@ -82,8 +82,11 @@ class Converted:
             if layer.state is None:
                 continue
             heads, n, p = layer.state
+            key_heads, latent = layer.key_heads, getattr(layer.module, "kv_lora_rank", None)
+            if layer.kind == "softmax" and latent is not None:  # keys and values are made of a latent for all heads
+                key_heads, n, p = 1, latent, layer.module.qk_rope_head_dim
             found[layer.name] = state_size(
-                layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=layer.key_heads,
+                layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=key_heads,
                 conv=layer.conv, window=layer.window, width=width,
             )  # fmt: skip
         if not found:
@@ -134,8 +137,9 @@ def convert(model: nn.Module) -> Converted:
     _warn_of_age(found)
     attends = {_attends(f.how) for f in found} | {True for x in left if "Attention" in x.type}
     _watch_model(model, shared, patches, attends)
+    apart = {id(part) for f in found if f.how == "FIR" for part in f.module.modules()}
     for entry in found:
-        layer = _convert(entry, patches)
+        layer = _convert(entry, patches, apart)
         layer.shared = shared
         layers.append(layer)
     _mend_methods(model, shared, patches)
@@ -192,7 +196,8 @@ def _warn_of_age(found: list[Found]) -> None:
         )
 
 
-def _convert(entry: Found, patches: Patches) -> Layer:
+def _convert(entry: Found, patches: Patches, apart: set[int]) -> Layer:
+    """Change one mixer. apart: the parts of convolutions that are mixers of their own."""
     module, how = entry.module, entry.how
     if isinstance(how, Forward):
         layer = Layer(entry.name, module, how.kind, how.recurrence, how.notes)
@@ -219,9 +224,10 @@ def _convert(entry: Found, patches: Patches) -> Layer:
         layer.key_heads = getattr(module, "n_kv_heads", None)
         layer.window = module.recurrence.spec.system.window
     elif layer.kind != "FIR":
-        layer.conv = sum(
-            m.in_channels * (m.kernel_size[0] - 1) for m in module.modules() if isinstance(m, nn.Conv1d)
-        )  # fmt: skip
+        convolutions = (m for m in module.modules() if isinstance(m, nn.Conv1d) and id(m) not in apart)
+        layer.conv = sum(m.in_channels * (m.kernel_size[0] - 1) for m in convolutions)
+        if layer.kind == "WKV-4":  # its token shift
+            layer.conv = module.time_mix_key.shape[-1]
     return layer
 
 
