@@ -178,8 +178,13 @@ def test_kept_weights_make_the_same_model(text, tmp_path):
     assert bits_per_byte(again, text.held_out, quick.seq) == found.after.each[0]
     assert fair.sample(again, text) == found.sample
     torch.save([1], tmp_path / "other.pt")
-    with pytest.raises(dsf.InputError, match="no file of dsf compare"):
-        fair.load(tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("no weights")
+    for other in ("other.pt", "text.pt"):
+        with pytest.raises(dsf.InputError, match="no file of dsf compare"):
+            fair.load(tmp_path / other)
+    for other, why in (("missing.pt", "No such file"), ("", "Is a directory")):
+        with pytest.raises(dsf.InputError, match=f"cannot be read .{why}"):
+            fair.load(tmp_path / other)
 
 
 def test_generation_step_by_step_is_that_of_the_whole_text(text):

@@ -9,6 +9,7 @@ import pytest
 
 import dsf
 from dsf.analysis import report
+from dsf.analysis.analyze.tables import nbytes
 from dsf.analysis.report import Cell, Column, Page
 from dsf.analysis.report import figures as report_figures
 
@@ -110,9 +111,18 @@ def test_json_has_no_numbers_that_json_lacks(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": None, "b": [None, 1.5], "c": "∞"}
 
 
-@pytest.mark.parametrize(("number", "text"), [(950, "950"), (12_345, "12.3k"), (4_100_000, "4.1M"), (2e9, "2G")])
+COUNTS = [(950, "950"), (12_345, "12.3k"), (4_100_000, "4.1M"), (2e9, "2G"), (999.7, "1k"), (999_600, "1M")]
+
+
+@pytest.mark.parametrize(("number", "text"), COUNTS)
 def test_counts_are_short(number, text):
     assert report.count(number) == text
+
+
+def test_bytes_have_no_exponents():
+    sizes = {512: "512 B", 1000: "1000 B", 1536: "1.5 KiB", 1023 * 2**10: "1023 KiB", 48 * 2**20: "48 MiB"}
+    assert {size: nbytes(size) for size in sizes} == sizes
+    assert nbytes(2**40) == "1 TiB"
 
 
 @pytest.mark.parametrize(("tokens", "text"), [(0.42, "0.42"), (12.3, "12"), (math.inf, "∞"), (3100, "3.1k")])

@@ -146,11 +146,11 @@ def left_alone(entries: Sequence[LeftAlone]) -> Block:
 
 def nbytes(number: float) -> str:
     """A readable number of bytes: 512 B, 1.5 KiB, 48 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.3g} {unit}"
+    units = ["TiB", "GiB", "MiB", "KiB", "B"]
+    while abs(number) >= 1024 and len(units) > 1:
         number /= 1024
-    return f"{number:.3g} TiB"
+        units.pop()
+    return f"{number:.0f} {units[-1]}" if abs(number) >= 999.5 else f"{number:.3g} {units[-1]}"
 
 
 def _life(found: float | None, window: int | None) -> Cell:
@@ -165,4 +165,4 @@ def _life(found: float | None, window: int | None) -> Cell:
 def _number(value: float | None) -> Cell:
     if value is None or math.isnan(value):
         return Cell("–", math.nan, note="not defined for this mixer")
-    return Cell(f"{value:.3g}" if abs(value) < 1000 else count(value), value)
+    return Cell(count(value), value)

@@ -229,7 +229,12 @@ def keep(model: ByteLM, subject: Subject, kind: Kind, setup: Setup, folder: Path
 
 def load(path: Path) -> ByteLM:
     """The model in a file of `dsf compare --save-weights`. Raises InputError for another file."""
-    data = torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        data = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception:  # what torch raises for files that it did not write
+        data = None
     if not isinstance(data, dict) or {"given", "kind", "setup", "weights"} - data.keys():
         raise InputError(f"{path} is no file of dsf compare --save-weights")
     model = make_model(maker(find(data["given"]), data["kind"]), Setup(**{**data["setup"], "device": "cpu"}))

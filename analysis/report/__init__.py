@@ -139,7 +139,7 @@ def finite(data: object) -> object:
 def count(number: float) -> str:
     """A short text of a count: 950, 12.3k, 4.1M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
+        if abs(number) >= 0.9995 * size:  # three digits of less would be 1e+03
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 
