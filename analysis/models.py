@@ -59,8 +59,13 @@ def save_line(given: str) -> str:
 
 
 def longest_context(model: nn.Module) -> int | None:
-    """The number of positions that the model has, or None where nothing limits it."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    """The number of positions that the model has for tokens, or None where nothing limits it."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for name, module in model.named_modules():  # RoBERTa and its kin count from the place after that of padding
+        if longest and name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            before = 0 if module.padding_idx is None else module.padding_idx + 1
+            longest = min(longest, module.num_embeddings - before)
+    return longest
 
 
 def free_memory() -> float:

@@ -387,6 +387,15 @@ def test_weights_larger_than_the_memory_are_refused(folder, monkeypatch):
         load_model(str(folder))
 
 
+def test_positions_behind_that_of_padding_are_what_a_text_may_fill(text, tmp_path):
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    sizes = {**zoo.SMALL, **zoo.HEADS, **zoo.TWO, "pad_token_id": 1, "max_position_embeddings": 42}
+    folder = tiny_models.save("llama", tmp_path / "model")  # its tokenizer
+    AutoModelForMaskedLM.from_config(AutoConfig.for_model("roberta", **sizes)).save_pretrained(folder)
+    assert "on 40 tokens" in run(folder, "--text", text, "--tokens", 100, "--out", tmp_path / "x.html").stdout
+
+
 def test_a_text_that_tokenises_to_nothing_or_too_little_is_refused(folder, tmp_path):
     digits = tmp_path / "digits.txt"
     digits.write_text("0123456789")

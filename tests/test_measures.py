@@ -323,6 +323,17 @@ def test_gates_agree_with_the_dense_system(r):
         torch.testing.assert_close(gates.erase, 1 - kept, **CLOSE)
 
 
+@pytest.mark.parametrize("r", [mixers.gated_deltanet, mixers.gated_delta_product], ids=lambda r: r.name)
+def test_a_token_that_clears_the_state_erases_nothing_more(r):
+    inputs = mixer_inputs.sample(r)
+    there = m.gate_strengths(r.trajectory(**inputs))
+    inputs["alpha"][:, 2] = 0
+    gates = m.gate_strengths(r.trajectory(**inputs))
+    assert (gates.decay[:, 2] == 0).all() and gates.erase.isfinite().all()
+    assert r is mixers.gated_delta_product or (gates.erase[:, 2] == 0).all()  # its later steps erase what was written
+    torch.testing.assert_close(gates.erase[:, 3:], there.erase[:, 3:], **CLOSE)
+
+
 SIZES = [
     ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 4096}, 2 * 4096 * 16 * 128),
     ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 4096, "window": 512}, 2 * 512 * 16 * 128),

@@ -50,7 +50,8 @@ class Gates(NamedTuple):
     """Gate strengths per token and head, [B, T, H] each, without unit.
 
     decay: mean |decay| of the state's entries (√|det| of turned pairs), 1 for a system that keeps everything. erase: 1
-    - |det A| / |det decay|, the share that corrections remove (β|k|² for the delta family, 0 without corrections).
+    - |det A| / |det decay|, the share that corrections remove (β|k|² for the delta family, 0 without corrections and
+    where a decay of 0 leaves nothing).
     write: ‖B_t‖, Frobenius.
     """
 
@@ -74,7 +75,8 @@ def gate_strengths(trajectory: Trajectory) -> Gates:
     if a.cross is not None and a.left is not None:
         kept = (torch.linalg.det(a.to_dense(n)) / torch.linalg.det(a.pair_blocks(n)).prod(-1)).abs().mean(-1)
     elif a.left is not None and a.right is not None:
-        left = a.left.expand(*lead, *a.left.shape[3:]) / decay.unsqueeze(-3)
+        left = a.left.expand(*lead, *a.left.shape[3:])
+        left = torch.where(left == 0, 0.0, left / decay.unsqueeze(-3))  # a decay of 0 leaves nothing to remove
         small = torch.einsum("...rnp,...snp->...prs", *torch.broadcast_tensors(a.right, left))
         small = small + torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
         kept = torch.linalg.det(small).abs().mean(-1)
