@@ -90,9 +90,11 @@ def record(
     measures). limit: bytes. visit: called with every entry instead of keeping it, so that memory for a single run
     suffices. Trajectories stay structured (A is never made dense) and carry no gradients.
 
-    Raises RecordingError for unknown layers, and for a recording that would exceed the limit, before its memory is
-    allocated.
+    Raises RecordingError for unknown layers, for `tokens` below 1, and for a recording that would exceed the limit,
+    before its memory is allocated.
     """
+    if tokens is not None and tokens < 1:
+        raise RecordingError(f"record: tokens is {tokens}, expected at least 1")
     known = {layer.name: layer for layer in converted.layers}
     if layers is None:
         chosen = list(known.values())

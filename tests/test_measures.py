@@ -301,6 +301,13 @@ def test_state_statistics_are_those_of_the_unrolled_states(r):
     assert ranks.shape == (2, 3, 2) and (ranks >= 1 - 1e-9).all()
 
 
+def test_a_state_that_stays_zero_does_not_change():
+    inputs = mixer_inputs.sample(mixers.gla, tokens=4)
+    inputs["v"][:, :2] = 0
+    change = m.state_change(mixers.gla.trajectory(**inputs))
+    assert (change[:, 0] == 0).all() and change[:, 1].isinf().all() and change[:, 2].isfinite().all()
+
+
 def test_effective_rank_counts_equal_directions():
     eye = torch.eye(3, dtype=torch.float64)[None, :, None]
     t = mixers.unnormalized_linear_attention.trajectory(q=eye, k=eye, v=eye)

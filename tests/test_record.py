@@ -105,6 +105,8 @@ def test_what_is_not_there_is_named():
     unknown = pytest.raises(RecordingError, match=r"no converted layer is called 'x'; they are backbone.layers.0.mixer")
     with unknown, record(converted, layers=["x"]):
         pass
+    with pytest.raises(RecordingError, match="tokens is -1, expected at least 1"), record(converted, tokens=-1):
+        pass
     with record(converted) as recording:
         pass
     with pytest.raises(RecordingError, match="was the model called inside the block"):

@@ -21,11 +21,16 @@ def state_norms(trajectory: Trajectory) -> Tensor:
 
 
 def state_change(trajectory: Trajectory) -> Tensor:
-    """‖S_t - S_{t-1}‖ / ‖S_{t-1}‖, [B, T - 1, H], from the second token on; inf where the state was zero."""
+    """‖S_t - S_{t-1}‖ / ‖S_{t-1}‖, [B, T - 1, H], from the second token on; inf where the state was zero, and 0
+    where it stays zero.
+
+    Raises InputError for a single token.
+    """
     out, before = [], None
     for state in trajectory.walk():
         if before is not None:
-            out.append((state - before).flatten(2).norm(dim=-1) / before.flatten(2).norm(dim=-1))
+            moved = (state - before).flatten(2).norm(dim=-1)
+            out.append(torch.where(moved == 0, 0.0, moved / before.flatten(2).norm(dim=-1)))
         before = state
     if before is None or not out:
         raise InputError(f"{trajectory.spec.name}: a change of state needs at least two tokens")
