@@ -76,6 +76,13 @@ LOSSES = {
         lambda k, l, v, x, w, a: 0.5 * norm2(S.T @ k - 2 * (S.T @ l) - v + x),
         lambda M, k, l, v, x, w, a: 0.5 * (M.T @ k - 2 * M.T @ l - v + x).square().sum(),
     ),
+    "products of two keys": (
+        lambda k, l, v, x, w, a: norm2(S.T @ k) - 1.9 * inner(S.T @ k, S.T @ l) + norm2(S.T @ l) - inner(S.T @ k, v),
+        lambda M, k, l, v, x, w, a: (
+            (M.T @ k).square().sum() - 1.9 * ((M.T @ k) * (M.T @ l)).sum() + (M.T @ l).square().sum()
+            - ((M.T @ k) * v).sum()
+        ),
+    ),
     "a prediction scaled": (
         lambda k, l, v, x, w, a: 0.5 * norm2(a * (S.T @ k) - v),
         lambda M, k, l, v, x, w, a: 0.5 * (a * (M.T @ k) - v).square().sum(),
@@ -102,7 +109,7 @@ LOSSES = {
 CLOSED = {
     ("flow", "rows of their own"): "on the rows of S together has no closed form",
     ("flow", "two"): "along k and along S.T @ l together has no closed form",
-    ("flow", "one of two keys"): "has no closed form",
+    ("flow", "products of two keys"): "has no closed form",
     ("flow", "a square and a write elsewhere"): "along k and along S.T @ l together",
 }
 
@@ -165,6 +172,28 @@ def test_a_step_is_what_its_rule_makes_of_the_hessian(name, by):
     expected, memory = by_autograd(name, by, own)
     torch.testing.assert_close(y[0, :, 0], expected, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(last[0, 0], memory, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("factor", ["-1", "sigmoid(a)"])
+def test_reads_at_two_keys_in_one_square_are_one_correction(factor):
+    """A sum of squares of k, l, k + l and k - l, some of them negative, would be the same up to its rounding errors."""
+
+    @dsf.recurrence
+    def recurrence(q: Key, k: Key, l: Key, v: Value, a: Scalar, b: Scalar) -> System:
+        scale = -1 + 0 * a if factor == "-1" else sigmoid(a)
+        return learn(0.5 * norm2(S.T @ k + scale * (S.T @ l) - v), by="implicit", rate=softplus(b), C=q)
+
+    assert recurrence.spec.structure == "identity + delta"
+    torch.manual_seed(0)
+    q, k, l = torch.randn(3, 1, 40, 2, 4)
+    v, a, b = torch.randn(1, 40, 2, 3), *(4 + torch.randn(2, 1, 40, 2))
+    inputs = [x.requires_grad_() for x in (q, k, l, v, a, b)]
+    results = []
+    for form, given in (("naive", [x.double() for x in inputs]), ("chunk", inputs)):
+        y = recurrence(*given, form=form)
+        results.append([y, *torch.autograd.grad(y.sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 # ---- the zoo -------------------------------------------------------------------------------------------------------

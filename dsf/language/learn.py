@@ -155,7 +155,8 @@ class _Step:
             if not rest and len(weights) == 1 and all(w.value.over(weights[0]) for w in self.loss.writes):
                 return _scaled(1 / m, a), self.writes(strength, key, weights)
         inverse = _Inverse(m)
-        for key, g, _ in self.squares:
+        # Those of negative weight last: until then a sum is larger than the whole, and so as positive.
+        for key, g, _ in sorted(self.squares, key=lambda square: any(w.number < 0 for w in square[2])):
             inverse.add(key, g)
         b = const(0)
         for key, products in self._by_key().items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, OperatorBase, as_expr, const, show
@@ -74,6 +74,9 @@ def total(products: Iterable[Product]) -> Expr:
     return whole
 
 
+Parts: TypeAlias = "tuple[tuple[Product, Expr | None], ...]"  # of a Linear
+
+
 class InLoss(OperatorBase):
     """Base of the terms that depend on S."""
 
@@ -108,7 +111,7 @@ class Linear(InLoss):
     """
 
     text: str
-    parts: tuple[tuple[Product, Expr | None], ...]
+    parts: Parts
     rest: tuple[Product, ...] = ()
 
     @property
@@ -309,12 +312,13 @@ def norm2(x: Any) -> Any:
 
 def _square(text: str, a: Linear, b: Linear) -> Loss:
     """The loss Σ a · b of two linear terms: its quadratic part as squares and ridge, its linear part as writes."""
-    writes = [_write(factor.scaled(-1.0) * rest, key) for x, y in ((a, b), (b, a)) for factor, key in x.parts
-              for rest in y.rest]  # fmt: skip
+    firsts, seconds = _gathered(a.parts), _gathered(b.parts)
+    writes = [_write(factor.scaled(-1.0) * rest, key) for parts, y in ((firsts, b), (seconds, a))
+              for factor, key in parts for rest in y.rest]  # fmt: skip
     ridge: list[Product] = []
     squares: list[tuple[Expr, Product]] = []
-    for left, k in a.parts:
-        for right, other in b.parts:
+    for left, k in firsts:
+        for right, other in seconds:
             weight = left * right
             if k is None or other is None:
                 ridge.append(weight.scaled(2.0))
@@ -324,6 +328,33 @@ def _square(text: str, a: Linear, b: Linear) -> Loss:
                 first, second = sorted((k, other), key=show)
                 squares += [(first + second, weight.scaled(0.5)), (first - second, weight.scaled(-0.5))]
     return Loss(text, tuple(squares), tuple(ridge), tuple(writes))
+
+
+def _gathered(parts: Parts) -> Parts:
+    """Reads whose factors differ by Scalars as one read: f · Sᵀk + g · Sᵀl is Sᵀ(f k + g l), whose square is one.
+
+    Else it would be squares of k, l, k + l and k - l, some of negative weight, whose sum may lose all digits.
+    """
+    groups: dict[tuple[Expr, ...], dict[Expr, list[Product]]] = {}
+    for factor, key in parts:
+        if key is None:
+            return parts
+        wide = tuple(f for f in factor.factors if f.axes)
+        scale = Product(factor.number, tuple(f for f in factor.factors if not f.axes))
+        groups.setdefault(wide, {}).setdefault(key, []).append(scale)
+    found: list[tuple[Product, Expr | None]] = []
+    for wide, keys in groups.items():
+        if len(keys) == 1:
+            found += [(scale * Product(1.0, wide), key) for key, scales in keys.items() for scale in scales]
+            continue
+        whole = const(0)
+        for key, scales in keys.items():
+            weight = total(scales)
+            if weight is not const(0):
+                whole = whole + (key if weight is const(1) else weight * key)
+        if whole is not const(0):
+            found.append((Product(1.0, wide), whole))
+    return tuple(found)
 
 
 def _write(value: Product, key: Expr | None) -> Write:
