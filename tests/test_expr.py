@@ -180,6 +180,11 @@ def test_substitution_rebuilds_and_infers_axes_anew():
     assert substitute(dsf.sum_key(W), {W: K * V}) is dsf.sum_key(K * V)
 
 
+def test_a_sum_over_an_axis_that_was_replaced_is_a_number_of_equal_terms():
+    assert substitute(dsf.sum_value(V * S), {V: const(1)}) is S * dsf.P
+    assert substitute(dsf.sum_key(K), {K: const(2)}) is 2 * dsf.N
+
+
 def test_children_come_before_their_parents_and_once():
     shared = dsf.exp(K)
     order = children_first(shared * V + shared, shared)

@@ -9,7 +9,7 @@ import structures
 import torch
 
 import dsf
-from dsf import I, Key, Scalar, System, Value
+from dsf import I, Key, Scalar, System, Value, sigmoid
 
 EACH = pytest.mark.parametrize("recurrence", structures.FINITE, ids=lambda r: r.name)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -287,6 +287,26 @@ def test_runs_repeat_bit_for_bit():
     for r in structures.FINITE:
         inputs = structures.sample(r, T=70, dtype=torch.float32)
         assert torch.equal(r(**inputs), r(**inputs)), r.name
+
+
+def test_den_sums_ones_where_num_sums_what_drives_it():
+    """B and D sum the driving input over channels, of which den has P ones."""
+
+    @dsf.recurrence
+    def summed(q: Key, k: Key, v: Value, a: Scalar) -> System:
+        weight = sigmoid(a + dsf.sum_value(v))
+        return System(A=sigmoid(a), B=k * (weight * v), C=q, D=dsf.sum_value(v), normalize=dsf.ratio)
+
+    q, k = torch.rand(2, 1, 12, 1, 4, dtype=torch.float64)
+    v, a = torch.rand(1, 12, 1, 3, dtype=torch.float64), torch.randn(1, 12, 1, dtype=torch.float64)
+    for form in summed.forms:
+        y = summed(q, k, v, a, form=form)
+        S, den = torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+        for t in range(12):
+            qt, kt, vt, at = (x[0, t, 0] for x in (q, k, v, a))
+            S = at.sigmoid() * S + kt[:, None] * ((at + vt.sum()).sigmoid() * vt)
+            den = at.sigmoid() * den + kt * (at + 3).sigmoid()
+            torch.testing.assert_close(y[0, t, 0], (qt @ S + vt.sum()) / (qt @ den + 3))
 
 
 def test_the_normaliser_and_the_running_maximum_have_columns():

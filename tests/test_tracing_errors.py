@@ -159,6 +159,19 @@ def foreign_drives(q: Key, k: Key, v: Value, x: Steps[Value, 2]):
     return System(A=I, B=k * v, C=q, D=x[0] * x[1], normalize=dsf.ratio, drive=x)
 
 
+def drive_in_a_key(q: Key, k: Key, v: Value):
+    return System(A=I, B=exp(k) * v, C=q, normalize=dsf.ratio, drive=k)
+
+
+def drive_in_a_gain(q: Key, k: Key, v: Value):
+    return System(A=I, B=exp(v) * k * v, C=q, normalize=dsf.ratio)
+
+
+def drive_in_a_gain_of_the_skip(q: Key, k: Key, v: Value, x: Value):
+    skip = exp(v) * x
+    return System(A=I, B=exp(x) * k * v, C=q, D=skip, normalize=dsf.ratio)
+
+
 def drive_for_nothing(q: Key, k: Key, v: Value):
     return System(A=I, B=k * v, C=q, drive=v)
 
@@ -518,6 +531,9 @@ ON_THE_WHOLE = [
     (no_drive, "found none; give what is written as an input of its own, or pass System"),
     (foreign_drive, "drive = x does not occur in B"),
     (foreign_drives, r"drive = x\[0\] does not occur in B"),
+    (drive_in_a_key, "driven by ones, but k, which drives it, also occurs in `k`, which both have in common; give"),
+    (drive_in_a_gain, "driven by ones, but v, which drives it, also occurs in `v`, which both have in common; give"),
+    (drive_in_a_gain_of_the_skip, "driven by ones, but v, which drives it, also occurs in `v`, which both have in"),
     (rule_without_num, "normalize = 3 does not use num, the output that it normalises"),
     (rule_of_one, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not rule\(num\)"),
     (rule_of_many, r"normalize takes rule\(num, den\) or rule\(num, den, one\), not rule\(\*parts\)"),

@@ -81,13 +81,9 @@ class Expr:
     features: str | None
 
     def __new__(
-        cls,
-        op: str,
-        args: tuple[Expr, ...] = (),
-        attrs: tuple[Any, ...] = (),
-        axes: Axes | None = None,
+        cls, op: str, args: tuple[Expr, ...] = (), attrs: tuple[Any, ...] = (), axes: Axes | None = None,
         features: str | None = None,
-    ) -> Expr:
+    ) -> Expr:  # fmt: skip
         """Return the one node with these parts."""
         if axes is None:
             axes = frozenset[str]().union(*(a.axes for a in args))
@@ -295,6 +291,9 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     if node.op in ARITHMETIC or node.op in COMPARISONS:
         return _binary(node.op, *args)
     if node.op in REDUCTIONS:
+        axis = REDUCTIONS[node.op]
+        if axis not in args[0].axes:  # as where ones replace an input
+            return _binary("mul", args[0], Expr("size", (), (axis,), frozenset()))
         return reduction(node.op, args[0])
     if node.op == "pair":
         return Expr("pair", args, (), args[0].axes | args[1].axes | {KEY})

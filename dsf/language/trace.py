@@ -213,12 +213,25 @@ def _check_rule(spec: Spec, rule: Expr) -> None:
             raise TraceError(f"drive = {drive!r} is no input; drive takes the input itself, which B writes")
         if not any(drive is x for x in driven):
             raise TraceError(f"drive = {drive} does not occur in B")
+        for x in _shared(spec):
+            if drive in inputs_of(x):
+                raise TraceError(
+                    f"normalize divides by the same system driven by ones, but {drive}, which drives it, also occurs "
+                    f"in `{x}`, which both have in common; give what stands there an input of its own, or name another "
+                    "drive"
+                )
     if (spec.is_stabilised or spec.is_softmax) and not _is_homogeneous(spec, rule):
         cause = "exponential features keep" if spec.is_softmax else "exp(…) in B keeps"
         raise TraceError(
             f"normalize = {rule} changes when num and den are scaled alike, but {cause} the state at a scale "
             "of its own; write the rule with (num, den, one), where one is the number 1 at that scale"
         )
+
+
+def _shared(spec: Spec) -> list[Expr]:
+    """The keys and exponential gains of B and D, which the system driven by ones has in common with this one."""
+    terms = [t for r in spec.rows for t in r.terms] + [spec.skip_term]
+    return [x for t in terms for x in (t.key, t.gain) if x is not None]
 
 
 def _is_homogeneous(spec: Spec, rule: Expr) -> bool:
