@@ -14,10 +14,10 @@ from dsf.kernels.phi import attention_matrix, attention_scores, injection_row, r
 from dsf.kernels.problem import Problem
 from dsf.kernels.recurrent import recurrent
 from dsf.language.errors import FormError, InputError
-from dsf.language.expr import Expr, inputs_of
+from dsf.language.expr import const, inputs_of
 from dsf.language.spec import Spec
-from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.evaluate import Evaluator
+from dsf.torch.lower import apply_linear_rule
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class Trajectory:
                 f"{self.spec.name}: normalize = {self.spec.rule} reads inputs, which a trajectory does not hold; for "
                 "its matrix leave them out of the rule and apply them to y"
             )
-        env: dict[Expr, Tensor] = {NUM: torch.ones_like(den), DEN: den, ONE: one}
-        return Evaluator(env, self.unit.n, self.unit.p)(self.spec.rule)
+        values = Evaluator({const(0): den.new_zeros(())}, self.unit.n, self.unit.p)
+        return apply_linear_rule(self.spec, values, torch.ones_like(den), den, one)
 
     @property
     def readout(self) -> Tensor:

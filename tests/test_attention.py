@@ -325,3 +325,25 @@ def test_queries_that_are_the_last_of_the_tokens(T, heads, monkeypatch):
         grads = torch.autograd.grad(y.sin().sum(), (a, k, v))
         for one, other in zip((y, *grads), (expected, *wanted), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [None, lambda num, den: num / (1 + dsf.abs(den))], ids=["sum", "quotient"])
+@pytest.mark.parametrize("form", ["naive", "recurrent", "chunk", "kernel"])
+def test_windows_of_states_that_grow_are_not_scaled(form, rule):
+    """Decays above 1: what is left of a window's first token is more than what was written."""
+
+    @dsf.recurrence
+    def growing(q: Key, k: Key, v: Value, a: Scalar) -> System:
+        return System(A=dsf.exp(a), B=k * v, C=q, D=0 if rule else v, normalize=rule, window=3)
+
+    torch.manual_seed(0)
+    q, k = torch.rand(2, 1, 9, 1, 4, dtype=torch.float64)
+    v, a = torch.rand(1, 9, 1, 2, dtype=torch.float64), 1 + torch.rand(1, 9, 1, dtype=torch.float64)
+    y = growing(q, k, v, a, form=form)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # num beside den
+    for t in range(9):
+        read = torch.zeros(3, dtype=torch.float64)
+        for j in range(max(0, t - 2), t + 1):
+            read += (q[0, t, 0] @ k[0, j, 0]) * a[0, j + 1 : t + 1, 0].sum().exp() * values[0, j, 0]
+        expected = read[:-1] / (1 + read[-1].abs()) if rule else read[:-1] + v[0, t, 0]
+        torch.testing.assert_close(y[0, t, 0], expected)

@@ -221,6 +221,30 @@ def test_a_skip_that_a_windows_weights_cannot_hold_is_refused():
         trajectory(skips)
 
 
+def root_of_squares(n, d, one):
+    return n / dsf.sqrt(n * n + d * d + one * one)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda q, k, v: System(A=0.9, B=k * v, C=q, normalize=root_of_squares),
+        lambda q, k, v: System(A=0.9, B=k * v, C=q, normalize=root_of_squares, window=3),
+        lambda q, k, v: System(
+            A=0.9, B=dsf.exp_features(k) * v, C=dsf.exp_features(q), normalize=lambda n, d, one: (n + one) / (d + one)
+        ),
+    ],
+    ids=["state", "window", "attention"],
+)
+def test_phi_of_a_rule_that_is_not_linear_is_refused(system):
+    @dsf.recurrence
+    def bent(q: Key, k: Key, v: Value):
+        return system(q, k, v)
+
+    with pytest.raises(FormError, match=r"bent: normalize = .* is not linear in num, so y is no matrix"):
+        trajectory(bent).kernel_matrix()
+
+
 def test_phi_does_not_apply_to_an_input_where_none_drives_the_system():
     for r in UNDRIVEN:
         with pytest.raises(InputError, match=f"{r.name}: the system has no single driving input"):

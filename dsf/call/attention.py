@@ -24,7 +24,7 @@ from dsf.language.attention import divides_by_one
 from dsf.language.errors import FormError
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
-from dsf.torch.lower import apply_rule
+from dsf.torch.lower import apply_linear_rule, apply_rule
 from dsf.triton.attention import attend
 
 FORMS = {"recurrent": scores.stepwise, "chunk": scores.blocks, "kernel": scores.dense}
@@ -221,12 +221,22 @@ def _definition(spec: Spec, x: Operands) -> Definition:
 
 def finish(spec: Spec, x: Operands, read: Read) -> Tensor:
     """y [B, T, H, P]: the rule applied to num, den and one, or num times C's gate plus D."""
+    read = _unscaled(spec, x, read)
     num = read.num.transpose(1, 2)
     if spec.rule is None:
         y = num if x.gate is None else num * x.gate
         return y if x.skip is None else y + x.skip
     den, m = (y.transpose(1, 2).unsqueeze(-1) for y in (read.total, read.m))
     return apply_rule(spec, x.values, num, den, (-m).exp())
+
+
+def _unscaled(spec: Spec, x: Operands, read: Read) -> Read:
+    """The sums themselves where weights are neither exponentials nor have gains: decays above 1 alone scale them, and
+    neither D nor a rule without `one` knows of a scale."""
+    if spec.is_softmax or x.log is None or x.gain is not None:
+        return read
+    scale = read.m.exp()
+    return Read(read.num * scale.unsqueeze(-1), read.total * scale, torch.zeros_like(read.m))
 
 
 def _extended(cache: KVCache | None, s: Summed, v: Tensor, counts: Tensor, window: int | None) -> KVCache:
@@ -288,11 +298,11 @@ def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:
     decay = None if x.log is None else spread_heads(x.log, s.a.shape[1]).exp().to(s.a.dtype).transpose(1, 2)
     share = None
     if spec.rule is not None:
-        read = scores.dense(found)
+        read = _unscaled(spec, x, scores.dense(found))
         unit = read.total.transpose(1, 2).unsqueeze(-1)
         num = unit if spec.is_softmax else torch.ones_like(unit)
         one = (-read.m).exp().transpose(1, 2).unsqueeze(-1)
-        share = apply_rule(spec, x.values, num, unit, one).transpose(1, 2)
+        share = apply_linear_rule(spec, x.values, num, unit, one).transpose(1, 2)
         share = share if spec.is_softmax else share * (-read.m).exp().unsqueeze(-1)
     elif x.gate is not None:
         share = x.gate.transpose(1, 2)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsf.kernels.problem import Problem
 from dsf.kernels.turns import turn_pairs, turned_decay
 from dsf.language.derived import derived
+from dsf.language.errors import FormError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
 from dsf.language.functions import exp
 from dsf.language.operator import split_factors, split_scale
@@ -326,6 +327,16 @@ def apply_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Ten
     assert spec.rule is not None
     env = dict(values.values) | {NUM: num.unsqueeze(-2), DEN: den.unsqueeze(-2), ONE: one.unsqueeze(-2)}
     return Evaluator(env, values.keys, values.p)(spec.rule).squeeze(-2)
+
+
+def apply_linear_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Tensor) -> Tensor:
+    """`apply_rule`, where y is a matrix times what drives the system. Raises FormError unless it is linear in num."""
+    found = apply_rule(spec, values, num, den, one)
+    if not torch.allclose(apply_rule(spec, values, -3 * num, den, one), -3 * found, 1e-4, 0.0, equal_nan=True):
+        raise FormError(
+            f"{spec.name}: normalize = {spec.rule} is not linear in num, so y is no matrix times what drives the system"
+        )
+    return found
 
 
 def true_state(spec: Spec, state: Tensor, p: int) -> Tensor:
