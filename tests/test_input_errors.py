@@ -107,7 +107,7 @@ def test_dtypes_are_not_mixed():
     half = {n: t.bfloat16() for n, t in x.items()}
     refused("^mixer: `w` has dtype torch.float16, expected torch.bfloat16 or torch.float32",
             **(half | {"w": x["w"].half()}))  # fmt: skip
-    refused("^mixer: `w` has dtype torch.float32, expected torch.float64",
+    refused("^mixer: `w` has dtype torch.float32, expected torch.float64 .`q` has torch.float64",
             **({n: t.double() for n, t in x.items()} | {"w": x["w"]}))  # fmt: skip
     assert mixer(**(half | {"w": x["w"], "d": x["d"]})).dtype == torch.bfloat16, "Params may be float32"
 

@@ -267,3 +267,15 @@ def test_reasons_and_refusals_name_what_the_declaration_has():
         based.plan(T=1, N=8, P=8, form="recurrent", **device)
     assert nine.plan().kernel == "WY chunks"
     assert mixers.get("mesanet").recurrence.plan().reason == "all tokens' readouts are solved for at once"
+
+
+def test_inputs_may_have_the_names_of_sizes_and_of_methods_first_argument():
+    @dsf.recurrence
+    def named(self: dsf.Key, N: dsf.Key, T: dsf.Value):
+        return dsf.System(A=0.9, B=N * T, C=self)
+
+    keys, values = torch.ones(1, 20, 2, 4), torch.ones(1, 20, 2, 3)
+    given = {"self": keys, "N": keys, "T": values}
+    assert named.plan(**given).state_shape == (1, 2, 4, 3)
+    assert named.trajectory(**given).tokens == 20
+    assert torch.equal(named(**given), named(keys, keys, values))

@@ -256,6 +256,10 @@ def star(q: Key, *rest: Value):
     return System(A=I, B=q * rest[0], C=q)
 
 
+def reserved_by_steps(q: Key, in_place: Key, v: Value):
+    return System(A=I, B=in_place * v, C=q)
+
+
 def reserved(q: Key, form: Key, v: Value):
     return System(A=I, B=form * v, C=q)
 
@@ -548,6 +552,7 @@ ON_THE_SIGNATURE = [
     (unknown_annotation, "the annotation `Keys` of input `k` fails: name 'Keys' is not defined"),
     (default, "input `v` has a default; inputs are tensors, given at every call"),
     (star, r"\*rest is not possible, a recurrence names its inputs"),
+    (reserved_by_steps, "no input can be called `in_place`, calls have an option of that name"),
     (reserved, "no input can be called `form`, calls have an option of that name"),
 ]
 

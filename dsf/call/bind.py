@@ -192,7 +192,7 @@ def _dtype(spec: Spec, given: Mapping[str, Tensor], timed: Mapping[str, Kind]) -
         x = given[entry.name]
         if x.dtype == dtype or (not entry.kind.time and x.dtype == torch.float32 and dtype != torch.float64):
             continue
-        allowed = str(dtype) if entry.kind.time else f"{dtype} or torch.float32"
+        allowed = f"{dtype} or torch.float32" if not entry.kind.time and dtype.itemsize < 4 else str(dtype)
         raise InputError(f"{spec.name}: `{entry.name}` has dtype {x.dtype}, expected {allowed} (`{owner}` has {dtype})")
     return dtype
 

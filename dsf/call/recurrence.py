@@ -97,7 +97,7 @@ class Recurrence:
         """Run the recurrence over T tokens.
 
         Inputs by position or name: per token [B, T, H, ·] (fewer heads, a divisor of H, are shared by groups), Steps
-        [B, T, n, H, ·], Param [H, ·]. All per-token inputs have one dtype, Params that or float32.
+        [B, T, n, H, ·], Param [H, ·]. Inputs have one dtype; beside half precisions Params may be float32.
         initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention and
           systems with a window.
         cu_seqlens: [S + 1] integers from 0 to T, with B = 1: the boundaries of S packed sequences, which may be empty.
@@ -315,7 +315,7 @@ class Recurrence:
         return true_state(self.spec, state, P)
 
     def plan(
-        self, *args: Tensor, B: Any = 1, T: Any = 2048, H: Any = 1, N: Any = 64, P: Any = 64,
+        self, /, *args: Tensor, B: Any = 1, T: Any = 2048, H: Any = 1, N: Any = 64, P: Any = 64,
         dtype: torch.dtype = torch.float32, form: str = "auto", backend: str = "auto",
         device: torch.device | str = "cpu", parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
     ) -> Plan:  # fmt: skip
@@ -349,7 +349,7 @@ class Recurrence:
             plan = backwards.planned(self.spec, plan, sizes, dtype)
         return plan if parallel is None else self.ranks.planned(self.spec, plan, sizes, dtype, parallel)
 
-    def trajectory(self, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
+    def trajectory(self, /, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
 
         initial_state: as in a call; only the trajectory's states depend on it. Softmax attention refuses one.

@@ -11,7 +11,9 @@ from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Axes, Expr
 
 # Names of Recurrence.__call__'s own options.
-RESERVED = frozenset({"initial_state", "cu_seqlens", "return_state", "form", "backend", "parallel", "reverse"})
+RESERVED = frozenset(
+    {"initial_state", "cu_seqlens", "return_state", "form", "backend", "parallel", "reverse", "in_place"}
+)
 
 
 @dataclass(frozen=True)
