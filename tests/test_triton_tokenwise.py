@@ -149,7 +149,15 @@ def test_declarations_that_are_no_functions_of_a_token_are_refused():
     def sized(k: Key):
         return k * dsf.P
 
+    def compared(k: Key):
+        return k > 0
+
+    def mistaken(k: Key):
+        return sigmoid(k) @ k
+
     for function, said in (
+        (compared, "^compared: the comparison `k > 0` has no number as its value; use where.*\\n  .*: def compared"),
+        (mistaken, r"^mistaken: \(sigmoid\(k\)\) @ \(k\): @ multiplies operators.*\n  .*: return sigmoid\(k\) @ k"),
         (sized, "P is the size of the Value axis"), (two_values, "`v` is Value"),
         (earlier, "no function of one token's own"), (unused, "`q` is never used"),
         (fixed, "depends on no input of tokens"), (lambda: None, "returns an expression, got NoneType"),
@@ -175,6 +183,19 @@ def test_functions_that_differ_little_are_not_one_and_end_with_their_last_name(b
     del a, b, same
     gc.collect()
     assert not keys & set(tokenwise._known)
+
+
+def test_what_no_kernel_computes_is_computed_by_torch(monkeypatch):
+    @dsf.tokenwise
+    def spun(k: Key, s: Scalar):
+        return dsf.quarter_turn(k) * dsf.pair(s, 1) + dsf.atan2(k, 2)
+
+    k, s = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
+    monkeypatch.setattr(tokenwise, "_runs", lambda device: True)  # as on a GPU
+    spins = torch.stack([-k[..., 1::2] * s[..., None], k[..., ::2]], dim=-1).flatten(-2)
+    torch.testing.assert_close(spun(k, s), spins + torch.atan2(k, torch.tensor(2.0)))
+    with pytest.raises(InputError, match="spun: no kernel computes atan2, which torch does"):
+        spun(k, s, backend="triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -211,6 +232,8 @@ def test_inputs_that_do_not_fit_are_refused():
         overlap(q, k, 1.0)
     with pytest.raises(InputError, match=r"`k` has shape \[2, 3, 2, 4\], expected \[B, T, H, N\] \(B = 2.*N = 8"):
         overlap(q, k[..., :4], a)
+    with pytest.raises(InputError, match=r"overlap: `k` must be floating point, got torch\.int64"):
+        overlap(q, k.long(), a)
     with pytest.raises(InputError, match="'auto', 'torch' and 'triton'"):
         overlap(q, k, a, backend="cuda")
     with pytest.raises(InputError, match="at most 1024"):

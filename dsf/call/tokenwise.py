@@ -21,7 +21,11 @@ from dsf.call.calls import allowing, is_transformed
 from dsf.kernels.triton.registry import Registry
 from dsf.language.annotations import Input, kinds_of
 from dsf.language.errors import DsfError, InputError, TraceError
-from dsf.language.expr import KEY, VALUE, Expr, children_first, inputs_of, symbol_of
+from dsf.language.expr import KEY, VALUE, Expr, as_expr, children_first, inputs_of, symbol_of
+from dsf.language.instead import hint
+from dsf.language.places import noting
+from dsf.language.primitives import BY_TORCH_ALONE
+from dsf.language.trace import line_of
 from dsf.torch.evaluate import Evaluator
 from dsf.triton.support import refusal
 
@@ -60,42 +64,45 @@ class Tokenwise:
         self.inputs = tuple(Input(name, kind) for name, kind in kinds.items())
         self._layouts = {name: kind.layout() for name, kind in kinds.items()}  # asked for in every call
         self.__name__, self.__doc__ = function.__name__, inspect.getdoc(function)
-        root = function(**{name: symbol_of(name, None, kind.axes) for name, kind in kinds.items()})
-        self._check(root)
+        with noting(function.__code__) as places:
+            try:
+                root = function(**{name: symbol_of(name, None, kind.axes) for name, kind in kinds.items()})
+                self._check(root)
+            except Exception as error:
+                where = line_of(places, error)
+                raise TraceError(f"{self.__name__}: {error}{hint(error)}\n  {where}") from error
         self.expression: Expr = root
+        self._unprinted = {x.op for x in children_first(root)} & BY_TORCH_ALONE
         text = repr(([(i.name, str(i.kind)) for i in self.inputs], _content(root)))
         self.key = f"{self.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         _known[self.key] = self
 
     def _check(self, root: Any) -> None:
-        name = self.__name__
         if not isinstance(root, Expr):
-            raise TraceError(f"{name}: a function of tokens returns an expression, got {type(root).__name__}")
+            raise TraceError(f"a function of tokens returns an expression, got {type(root).__name__}")
         for i in self.inputs:
             if VALUE in i.kind.axes or i.kind.steps is not None or i.kind.pair:
-                raise TraceError(
-                    f"{name}: input `{i.name}` is {i.kind}; functions of tokens take Key, Scalar and Params"
-                )
+                raise TraceError(f"input `{i.name}` is {i.kind}; functions of tokens take Key, Scalar and Params")
+        as_expr(root)  # refuses comparisons
         timed = {i.name for i in self.inputs if i.kind.time}
         if not any(x.attrs[0] in timed for x in inputs_of(root)):
-            raise TraceError(f"{name}: the result depends on no input of tokens")
+            raise TraceError("the result depends on no input of tokens")
         unused = {i.name for i in self.inputs} - {x.attrs[0] for x in inputs_of(root)}
         if unused:
-            raise TraceError(f"{name}: input `{min(unused)}` is never used; leave it out, or use it")
+            raise TraceError(f"input `{min(unused)}` is never used; leave it out, or use it")
         for x in children_first(root):
             if x.op == "prev" or x.features is not None:
-                raise TraceError(f"{name}: {x} is no function of one token's own numbers")
+                raise TraceError(f"{x} is no function of one token's own numbers")
             if x.op == "size" and x.attrs[0] == VALUE:
-                raise TraceError(
-                    f"{name}: P is the size of the Value axis, which functions of tokens lack; N is the Key's"
-                )
+                raise TraceError("P is the size of the Value axis, which functions of tokens lack; N is the Key's")
 
     def __call__(self, *args: Tensor, backend: str = "auto", **kwargs: Tensor) -> Tensor:
         """The result [B, T, H, N], or [B, T, H], in the dtype of the first input of tokens.
 
-        Inputs by place or name, as a recurrence takes them: Key [B, T, H, N], Scalar [B, T, H], Param[Key] [H, N],
-        Param[Scalar] [H], of any floating dtypes and strides. backend: "triton" (CUDA tensors, none float64, heads of
-        at most 1,024 entries, no second derivatives; in float32, rounded once), "torch", or "auto". Raises InputError
+        Inputs by place or name, all with H heads: Key [B, T, H, N], Scalar [B, T, H], Param[Key] [H, N], Param[Scalar]
+        [H], of any floating dtypes and strides. backend: "triton" (CUDA tensors, none float64, heads of
+        at most 1,024 entries, no second derivatives, no atan2, pair and quarter_turn; in float32, rounded once),
+        "torch", or "auto". Raises InputError
         for inputs that do not fit the declaration.
         """
         tensors = self._bound(args, kwargs)
@@ -114,6 +121,8 @@ class Tokenwise:
             x = given[name]
             if not isinstance(x, Tensor):
                 raise InputError(f"{self.__name__}: `{name}` is a {type(x).__name__}, expected a tensor")
+            if not x.is_floating_point():
+                raise InputError(f"{self.__name__}: `{name}` must be floating point, got {x.dtype}")
             fits = x.dim() == len(layout)
             for axis, size in zip(layout, x.shape, strict=False):
                 fits = fits and sizes.setdefault(axis, size) == size
@@ -130,6 +139,10 @@ class Tokenwise:
         if backend not in ("auto", "torch", "triton"):
             raise InputError(f"{self.__name__}: backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
         if backend == "torch" or (backend == "auto" and not _runs(tensors[0].device)):
+            return False
+        if self._unprinted:
+            if backend == "triton":
+                raise InputError(f"{self.__name__}: no kernel computes {min(self._unprinted)}, which torch does")
             return False
         width = max((x.shape[-1] for x, i in zip(tensors, self.inputs, strict=True) if KEY in i.kind.axes), default=1)
         fits = all(x.dtype in KINDS and x.numel() for x in tensors) and width <= LARGEST

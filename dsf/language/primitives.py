@@ -284,6 +284,9 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
+BY_TORCH_ALONE = frozenset(op for op, row in PRIMITIVES.items() if row.grad is _not_printed)  # no kernel computes them
+
+
 def derivatives(root: Expr, cotangent: Expr, wrt: list[Expr], late: str | None = None) -> list[Expr]:
     """Reverse-mode derivative by the table: gradient of Σ cotangent·root in each node of `wrt`, as expressions.
 

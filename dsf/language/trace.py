@@ -43,7 +43,7 @@ def trace(function: Function) -> Spec:
             )
             _check(spec)
         except Exception as error:
-            where = _line(places, error, system)
+            where = line_of(places, error, system)
             raise TraceError(f"{function.__name__}: {error}{hint(error)}\n  {where}") from error
     pairs = places.of(PAIRS)
     if pairs is not None:
@@ -67,7 +67,7 @@ def _symbol(name: str, kind: Kind) -> Expr | tuple[Expr, ...]:
     return tuple(symbol_of(name, step, kind.axes, kind.pair) for step in range(kind.steps))
 
 
-def _line(places: Places, error: Exception, system: Any) -> str:
+def line_of(places: Places, error: Exception, system: Any = None) -> str:
     """Where in the user's function the error arose; what it is about where only the whole System could tell."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == places.file]
     if frames:
