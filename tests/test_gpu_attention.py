@@ -65,7 +65,8 @@ def test_attention_over_ranks_on_a_gpu(layout, bounds, kv_heads, dtype):
 @pytest.mark.parametrize("name", ["fox", "sliding_window_attention", "softmax_one"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_of_attention_over_ranks_on_a_gpu(layout, bounds, name, dtype):
-    """At most 1.1 times one GPU's error."""
+    """At most 1.5 times one GPU's error: gradients of keys and values are rounded on every rank before they are
+    summed."""
     torch.manual_seed(0)
     recurrence = mixers.get(name).recurrence
     packing = None if len(bounds) == 2 else dsf.Packing(bounds)
@@ -83,4 +84,4 @@ def test_kernels_of_attention_over_ranks_on_a_gpu(layout, bounds, name, dtype):
     exact, plain, found = run(torch.float64), run(dtype), run(dtype, parallel=Simulated(2, layout))
     for one, other, expected in zip(found, plain, exact, strict=True):
         error, allowed = ((x.double() - expected).norm() for x in (one, other))
-        assert error <= 1.1 * allowed + 2e-6 * expected.norm()
+        assert error <= 1.5 * allowed + 2e-6 * expected.norm()

@@ -128,6 +128,8 @@ def _attend(x, a, top, total, out, b, h, bh, first, begin, end, T, tile: tl.cons
 @triton.jit(do_not_specialize=["T", "Q"])
 def attention_forward(x, y, lse, T, Q, tile: tl.constexpr):
     """y and lse of R queries."""
+    if not tile.LAST:
+        Q = T
     bh, b, h, first, begin, whole, part, end = _queries(x.H, T, Q, tile)
     a = _reads(x, b, h, first, T, Q, tile, True)
     top = tl.full([tile.R], LEAST, tl.float32)
@@ -199,6 +201,8 @@ def attention_rows(x, dy, y, lse, dlse, marks, dq, dc, T, Q, tile: tl.constexpr)
     the gradient of an angle or decay cancel as they should. The error is known once all ds are summed. It is then taken
     from the gradient times the mean of the keys, or, if TWICE, from ds before the gradient is made.
     """
+    if not tile.LAST:
+        Q = T
     bh, b, h, first, _, _, _, _ = _queries(x.H, T, Q, tile)
     rows = first + tl.arange(0, tile.R)
     at = rows - _lag(T, Q, tile)
@@ -288,6 +292,8 @@ def attention_columns(x, dy, lse, marks, dk, dv, dc, T, Q, tile: tl.constexpr):
     Scores of half precision are made transposed; those of float32 as attention_rows makes them, so that both sum the
     same bits into the gradient of c.
     """
+    if not tile.LAST:
+        Q = T
     bh, block = _place(tl.cdiv(T, tile.C))
     first, lag = block * tile.C, _lag(T, Q, tile)
     b, h = bh // x.H, bh % x.H

@@ -34,8 +34,9 @@ class Tiles(Config):
     """WINDOW: how many tokens a row sees, 0 for all. BIASED: there is c. R rows (queries) and C columns (keys) a tile.
 
     WIDE: float32 inputs, where the gradient of c is summed in float64 and every tile is made like a part. TWICE: rows
-    and columns need the same bits of ds, so rows sum them before they make them again. LAST: Q is less than T. N, P:
-    the widths of keys and values; D, E: the same, filled up to a power of two.
+    and columns need the same bits of ds, so rows sum them before they make them again. LAST: Q is less than T; else
+    kernels take T for it, which costs no register. N, P: the widths of keys and values; D, E: the same, filled up to a
+    power of two.
     """
 
     WINDOW: int
