@@ -29,6 +29,7 @@ def drive_of(spec: Spec) -> Drive | None:
     if spec.is_attention:
         return None
     fixed = [spec.readout] + [x for r in spec.rows for x in (r.normal.decay, *_correction_parts(r))]
+    fixed += [x for r in spec.rows for t in r.terms for x in (t.key, t.gain) if x is not None]
     used = {i.attrs[0] for i in inputs_of(*fixed)}
     names: set[str] | None = None
     for row in spec.rows:

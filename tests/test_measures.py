@@ -245,6 +245,14 @@ def test_phi_of_a_rule_that_is_not_linear_is_refused(system):
         trajectory(bent).kernel_matrix()
 
 
+def test_an_input_that_keys_depend_on_drives_nothing():
+    @dsf.recurrence
+    def bent(q: Key, k: Key, v: Value):
+        return System(A=0.9, B=(k + dsf.sum_value(v) * q) * v, C=q)
+
+    assert trajectory(bent).drive is None
+
+
 def test_phi_does_not_apply_to_an_input_where_none_drives_the_system():
     for r in UNDRIVEN:
         with pytest.raises(InputError, match=f"{r.name}: the system has no single driving input"):
