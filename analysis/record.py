@@ -90,8 +90,8 @@ def record(
     measures). limit: bytes. visit: called with every entry instead of keeping it, so that memory for a single run
     suffices. Trajectories stay structured (A is never made dense) and carry no gradients.
 
-    Raises RecordingError for unknown layers, for `tokens` below 1, and for a recording that would exceed the limit,
-    before its memory is allocated.
+    Raises RecordingError for unknown layers, for `tokens` below 1, for packed sequences in a recurrence, and for a
+    recording that would exceed the limit, before its memory is allocated.
     """
     if tokens is not None and tokens < 1:
         raise RecordingError(f"record: tokens is {tokens}, expected at least 1")
@@ -109,6 +109,11 @@ def record(
     recording, calls = Recording(limit), dict.fromkeys(known, -1)
 
     def listen(layer: Layer, run: Run) -> None:
+        if run.packed:
+            raise RecordingError(
+                f"{layer.name} ran packed sequences, and a trajectory holds one that begins at its first token; record "
+                "them in calls of their own"
+            )
         calls[layer.name] += run.part == 0
         part = _bounded(run, batch, tokens)
         part = part if dtype is None else _cast(part, dtype)

@@ -124,6 +124,28 @@ def test_cached_calls_are_recorded_one_by_one_and_states_go_on():
     torch.testing.assert_close(states, whole.trajectory(name).states(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2"])
+def test_packed_sequences_are_not_recorded_as_one(name):
+    model, converted, ids = build(name)
+    cu = torch.tensor([0, 4, 11], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7, "use_cache": False}
+    with pytest.raises(RecordingError, match="ran packed sequences"), record(converted):
+        model(input_ids=ids[:1], **packed)
+    model(input_ids=ids[:1], **packed)
+
+
+def test_packed_sequences_of_this_librarys_layers_are_not_recorded_as_one():
+    x, cu = torch.randn(1, 11, 32), torch.tensor([0, 4, 11])
+    for layer in (dsf.mixers.GLA(32, n_heads=2), dsf.mixers.SoftmaxAttention(32, n_heads=2), dsf.mixers.Hydra(32)):
+        converted = dsf.convert(layer)
+        for boundaries in (cu, dsf.Packing(cu)):
+            with pytest.raises(RecordingError, match="ran packed sequences"), record(converted):
+                layer(x, cu_seqlens=boundaries)
+        with record(converted) as recording:
+            layer(x, cu_seqlens=torch.tensor([0, 11]))
+        assert len(recording) > 0
+
+
 def test_recordings_stay_structured_and_detached():
     model, converted, ids = build("qwen3_next")
     with record(converted) as recording:

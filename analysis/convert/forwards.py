@@ -17,7 +17,9 @@ from dsf import Recurrence
 from dsf.analysis.convert.cores import still
 from dsf.analysis.convert.fir import convolve
 from dsf.analysis.convert.layer import Layer, ModelCall, Run, boundaries, trailing_padding
+from dsf.call.packing import Packing
 from dsf.mixers import Hydra, Mixer, VisionMamba, mlstm, retnet, rg_lru
+from dsf.mixers.models.states import sequences_of
 
 
 def lightning(
@@ -189,7 +191,8 @@ def declared(
         recurrent = None if state is None else state.recurrent
         with torch.no_grad():
             inputs = module.inputs(x, state, cu_seqlens, **tokens)
-        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.runs, backward=layer.call.backward))
+        back, packed = layer.call.backward, _packs(cu_seqlens)
+        layer.show(Run(module.recurrence, inputs, recurrent, layer.call.runs, backward=back, packed=packed))
     return y, after
 
 
@@ -204,8 +207,14 @@ def both_ways(
         with torch.no_grad():
             ways = module.ways(x, cu_seqlens)
         for inputs, backward in zip(ways, (False, True), strict=True):
-            layer.show(Run(module.recurrence, inputs, None, layer.call.runs, backward=backward))
+            packed = _packs(cu_seqlens)
+            layer.show(Run(module.recurrence, inputs, None, layer.call.runs, backward=backward, packed=packed))
     return y
+
+
+def _packs(cu_seqlens: Tensor | Packing | None) -> bool:
+    """Whether these are the boundaries of more than one sequence."""
+    return cu_seqlens is not None and sequences_of(cu_seqlens) > 1
 
 
 @dataclass(frozen=True)
