@@ -82,9 +82,10 @@ class Converted:
             if layer.state is None:
                 continue
             heads, n, p = layer.state
-            key_heads, latent = layer.key_heads, getattr(layer.module, "kv_lora_rank", None)
+            module: Any = layer.module
+            key_heads, latent = layer.key_heads, getattr(module, "kv_lora_rank", None)
             if layer.kind == "softmax" and latent is not None:  # keys and values are made of a latent for all heads
-                key_heads, n, p = 1, latent, layer.module.qk_rope_head_dim
+                key_heads, n, p = 1, latent, module.qk_rope_head_dim
             found[layer.name] = state_size(
                 layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=key_heads,
                 conv=layer.conv, window=layer.window, width=width,
@@ -198,7 +199,8 @@ def _warn_of_age(found: list[Found]) -> None:
 
 def _convert(entry: Found, patches: Patches, apart: set[int]) -> Layer:
     """Change one mixer. apart: the parts of convolutions that are mixers of their own."""
-    module, how = entry.module, entry.how
+    module: Any = entry.module
+    how = entry.how
     if isinstance(how, Forward):
         layer = Layer(entry.name, module, how.kind, how.recurrence, how.notes)
         patches.watch(layer)
