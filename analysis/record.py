@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.analysis.convert import Converted, Layer, Run
+from dsf.kernels.attention import KVCache
 from dsf.language.errors import DsfError
 from dsf.trajectory import Trajectory
 
@@ -90,8 +91,9 @@ def record(
     measures). limit: bytes. visit: called with every entry instead of keeping it, so that memory for a single run
     suffices. Trajectories stay structured (A is never made dense) and carry no gradients.
 
-    Raises RecordingError for unknown layers, for `tokens` below 1, for packed sequences in a recurrence, and for a
-    recording that would exceed the limit, before its memory is allocated.
+    Raises RecordingError for unknown layers, for `tokens` below 1, for packed sequences in a recurrence, for attention
+    layers of dsf.mixers that go on from a cache, and for a recording that would exceed the limit, before its memory is
+    allocated.
     """
     if tokens is not None and tokens < 1:
         raise RecordingError(f"record: tokens is {tokens}, expected at least 1")
@@ -113,6 +115,11 @@ def record(
             raise RecordingError(
                 f"{layer.name} ran packed sequences, and a trajectory holds one that begins at its first token; record "
                 "them in calls of their own"
+            )
+        if isinstance(run.state, KVCache) and bool(run.state.lengths.any()):
+            raise RecordingError(
+                f"{layer.name} went on from a cache of keys, which its trajectory would leave out; record the whole "
+                "sequence in one call"
             )
         calls[layer.name] += run.part == 0
         part = _bounded(run, batch, tokens)

@@ -146,6 +146,16 @@ def test_packed_sequences_of_this_librarys_layers_are_not_recorded_as_one():
         assert len(recording) > 0
 
 
+def test_attention_that_goes_on_from_a_cache_is_not_recorded_without_it():
+    layer, x = dsf.mixers.SoftmaxAttention(32, n_heads=2), torch.randn(2, 7, 32)
+    converted = dsf.convert(layer)
+    with record(converted) as recording:
+        _, state = layer(x[:, :4])
+    assert len(recording) == 1
+    with pytest.raises(RecordingError, match="went on from a cache of keys"), record(converted):
+        layer(x[:, 4:], state)
+
+
 def test_recordings_stay_structured_and_detached():
     model, converted, ids = build("qwen3_next")
     with record(converted) as recording:

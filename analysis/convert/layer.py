@@ -108,7 +108,7 @@ class Layer:
         """Run `recurrence` on inputs in its own layout, [B, T, H, ·], state [B, H, N, P]; returns (y, final state).
 
         backward: tells recorders that the caller has reversed the tokens. Packed sequences of the call are kept apart.
-        Inputs are converted to float32, or float64 where an input is float64.
+        Inputs are converted to float32, or float64 where an input is float64, which are the dtypes of y and state.
         """
         wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
         dtype = torch.float64 if wide else torch.float32
