@@ -488,6 +488,17 @@ def test_bad_requests_say_what_is_wrong():
         m.effective_state_size(t, at=[6])
     with pytest.raises(InputError, match="plain softmax attention"):
         m.taylor_error(t, [1])
+    for orders in ([], [2, -1]):
+        with pytest.raises(InputError, match=r"orders are \[.*\], expected at least one, from 0 on"):
+            m.taylor_error(trajectory(mixers.softmax_attention), orders)
+    with pytest.raises(InputError, match="of is 'decays', expected 'decay' or 'transition'"):
+        m.half_life(t, of="decays")
+    with pytest.raises(InputError, match="start is 6, expected 0 ≤ start < 6"):
+        m.propagator_norm(t, start=6)
+    with pytest.raises(InputError, match="every is 0, expected at least 1"):
+        m.effective_rank(t, every=0)
+    with pytest.raises(InputError, match="at names no token"):
+        m.effective_state_size(t, at=[])
     with pytest.raises(FormError, match="features are infinite"):
         m.half_life(trajectory(mixers.softmax_attention))
     for r in (mixers.fox, mixers.alibi):

@@ -86,8 +86,10 @@ def effective_state_size(
     at: tokens i, 1 ≤ i < T (by default the middle). tolerance: relative to H_i's largest singular value. phi:
     kernel_matrix(trajectory) where it is known. At most N per channel for a state of N rows; at most K - 1 for a
     convolution of K taps; up to min(i, T - i) for softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises
-    InputError for a token outside 1 … T - 1.
+    InputError for a token outside 1 … T - 1, and for none.
     """
+    if at is not None and not len(at):
+        raise InputError("effective_state_size: at names no token")
     phi = _phi(trajectory, phi).movedim(-1, 2)  # [B, H, p, T, S]
     tokens, each, past = phi.shape[3], _columns(trajectory, phi.shape[4]), _past(trajectory)
     spots = [tokens // 2] if at is None else list(at)
@@ -178,8 +180,11 @@ def taylor_error(trajectory: Trajectory, orders: Sequence[int]) -> list[float]:
     """Errors of softmax attention whose exponential features are cut after degree r, for each r of orders.
 
     The largest |difference| of outputs over the range of the exact outputs (DSF Lemma 1; the state has Σ_{p ≤ r} N^p
-    rows). Raises InputError for a trajectory that is not plain softmax attention.
+    rows). Raises InputError for a trajectory that is not plain softmax attention, and for orders that are negative or
+    none.
     """
+    if not orders or min(orders) < 0:
+        raise InputError(f"taylor_error: orders are {list(orders)}, expected at least one, from 0 on")
     attention = trajectory.attention
     if attention is None or attention.sink is not None or attention.bias is not None:
         raise InputError(f"{trajectory.spec.name}: a Taylor truncation needs plain softmax attention")

@@ -111,8 +111,10 @@ def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
     """Spectral norm of A_t … A_{start+1}, [B, T - start, H, p]: what is left of the state after `start` tokens.
 
     Elementwise systems: the largest |product|. With corrections, N x N products are formed. Raises InputError for these
-    where N is above DENSE_LIMIT.
+    where N is above DENSE_LIMIT, and for a start outside 0 … T - 1.
     """
+    if not 0 <= start < trajectory.tokens:
+        raise InputError(f"propagator_norm: start is {start}, expected 0 ≤ start < {trajectory.tokens}")
     a = _full(trajectory.token_transition, trajectory)
     if a.is_elementwise:
         return a.decay[:, start:].cumprod(1).abs().amax(-2)
@@ -169,8 +171,10 @@ def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "de
 
     of="decay": of the decays alone, without erasure (cheap for any size); tokens that clear an entry (decay 0, a reset)
     are left out of its mean unless all do. of="transition": the Lyapunov exponents, with erasure and resets. Raises
-    InputError as `lyapunov_exponents` does.
+    InputError as `lyapunov_exponents` does, and for another `of`.
     """
+    if of not in ("decay", "transition"):
+        raise InputError(f"decay_rates: of is {of!r}, expected 'decay' or 'transition'")
     if of == "transition":
         return lyapunov_exponents(trajectory)
     logs = _moduli(_full(trajectory.token_transition, trajectory), trajectory).abs().log()

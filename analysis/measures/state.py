@@ -41,8 +41,11 @@ def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
     """Effective rank of S_t, exp of the entropy of its normalised singular values, [B, ⌊T / every⌋, H] (Roy & Vetterli;
     arXiv 2602.02195).
 
-    every: distance in tokens between measurements, each of which takes an SVD of N x P a head.
+    every: distance in tokens between measurements, each of which takes an SVD of N x P a head. Raises InputError for
+    one below 1 or above T.
     """
+    if every < 1:
+        raise InputError(f"effective_rank: every is {every}, expected at least 1")
     out = [
         entropy_rank(torch.linalg.svdvals(s)) for t, s in enumerate(trajectory.walk(), 1) if t % every == 0
     ]  # fmt: skip
