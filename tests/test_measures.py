@@ -497,6 +497,8 @@ def test_bad_requests_say_what_is_wrong():
         m.propagator_norm(t, start=6)
     with pytest.raises(InputError, match="every is 0, expected at least 1"):
         m.effective_rank(t, every=0)
+    with pytest.raises(InputError, match="context is -3, expected at least 0"):
+        m.state_size(mixers.softmax_attention, -3, heads=2)
     with pytest.raises(InputError, match="at names no token"):
         m.effective_state_size(t, at=[])
     with pytest.raises(FormError, match="features are infinite"):

@@ -135,8 +135,10 @@ def state_size(
     heads, N, P: of the recurrence. For softmax and windows context · key_heads · (N + P) numbers, and one a head where
     a decay is a bias, with the context cut to `window` or the declaration's window; else heads · rows · columns for any
     context. key_heads: heads unless keys are shared. conv: numbers that a convolution keeps (channels · (taps - 1)).
-    width: bytes a number.
+    width: bytes a number. Raises InputError for a context below 0.
     """
+    if context < 0:
+        raise InputError(f"state_size: context is {context}, expected at least 0")
     if recurrence.spec.is_attention:
         kept = min([context, *(w for w in (window, recurrence.spec.system.window) if w is not None)])
         biases = heads if recurrence.spec.decay_kind != "identity" else 0
