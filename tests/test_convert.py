@@ -498,6 +498,21 @@ def test_attention_that_says_it_is_not_causal_reads_both_ways():
         assert off(model(x).last_hidden_state, expected) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_a_conversion_that_fails_leaves_the_model_as_it_was(name, ids, monkeypatch):
+    model = zoo.build(name)
+    expected = model(input_ids=ids).logits
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("dsf.analysis.convert.conversion._mend_methods", interrupted)
+        dsf.convert(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    dsf.convert(model)
+
+
 def test_parts_of_a_model_are_not_converted_twice(ids):
     model = zoo.build("llama")
     expected = model(input_ids=ids).logits

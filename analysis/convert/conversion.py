@@ -118,8 +118,17 @@ def convert(model: nn.Module) -> Converted:
     already converted, and a model without a known mixer (naming the unknown ones).
     """
     _check(model)
+    patches = Patches()
+    try:
+        return _converted(model, patches)
+    except BaseException:
+        patches.undo()
+        raise
+
+
+def _converted(model: nn.Module, patches: Patches) -> Converted:
     found, left = find(model)
-    patches, layers, shared = Patches(), [], ModelCall()
+    layers, shared = [], ModelCall()
     attention = [f for f in found if f.how == "softmax"]
     if attention and not _set_attention(model, patches):
         left += [
@@ -127,7 +136,6 @@ def convert(model: nn.Module) -> Converted:
         ]
         found = [f for f in found if f not in attention]
     if not found:
-        patches.undo()
         alike: dict[str, list[str]] = {}
         for x in left:
             alike.setdefault(f"({x.type}): {x.why}", []).append(x.name or "the model")
