@@ -61,6 +61,15 @@ def takes_positions(model):
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
+def behind_padding(model, ids):
+    """Logits of two calls with a cache, of the tokens behind padding in front of the second row."""
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+    rest = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
+    return torch.cat([first.logits, rest.logits], dim=1)[mask == 1]
+
+
 @EVERY
 def test_logits_stay_and_undo_restores(name, ids):
     model = zoo.build(name)
@@ -253,17 +262,9 @@ def test_models_that_count_positions_their_own_way_go_on_counting(name, ids):
 
     sizes = zoo.BACKBONES["opt"] if name == "opt" else {**zoo.SMALL, **zoo.HEADS, **zoo.TWO, "pad_token_id": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, is_decoder=True)).eval()
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-
-    def pieces():
-        first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
-        rest = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
-        return torch.cat([first.logits, rest.logits], dim=1)[mask == 1]
-
-    expected = pieces()
+    expected = behind_padding(model, ids)
     with dsf.convert(model):
-        assert off(pieces(), expected) < 1e-4
+        assert off(behind_padding(model, ids), expected) < 1e-4
 
 
 def test_two_models_of_a_type_are_converted_one_by_one(ids):
@@ -467,19 +468,11 @@ def test_attention_with_sinks_for_every_query_is_left_alone_with_its_masks(ids):
     sizes = {k: v for k, v in zoo.CONFIGS["inkling_text"].items() if k not in ("head_dim", "swa_head_dim")}
     config = AutoConfig.for_model("inkling2_text", **sizes, head_dim=8, swa_head_dim=8)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-
-    def pieces():
-        first = model(input_ids=ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
-        rest = model(input_ids=ids[:, 5:], attention_mask=mask, past_key_values=first.past_key_values)
-        return torch.cat([first.logits, rest.logits], dim=1)[mask == 1]
-
-    expected = pieces()
+    expected = behind_padding(model, ids)
     with dsf.convert(model) as converted:
         assert {x.kind for x in converted.layers} == {"FIR"}
         assert "because its attention also takes sinks" in str(converted)
-        assert off(pieces(), expected) < 1e-4
+        assert off(behind_padding(model, ids), expected) < 1e-4
 
 
 def test_attention_that_says_it_is_not_causal_reads_both_ways():
