@@ -4,8 +4,10 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -484,6 +486,39 @@ if __name__ == "__main__":
         print("ended", multiprocessing.active_children())
         sys.exit(130)
 """
+
+
+KILLED = """
+import multiprocessing, os, signal
+from dsf.analysis import compare
+from dsf.analysis.text import load_text
+from dsf.analysis.training import Setup
+
+def report(*news):
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    compare.compare(["qlstm", "mingru"], load_text(), Setup(steps=100_000), workers=2, report=report)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    (tmp_path / "program.py").write_text(KILLED)
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    pids, end = [int(word) for word in done.stdout.split()], time.monotonic() + 60
+    assert len(pids) == 2
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < end, running
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    """Whether a process runs, which may have ended without anybody who asked for its exit code."""
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(done.stdout.strip()) and not done.stdout.strip().startswith("Z")
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")

@@ -210,9 +210,16 @@ def _worker(news: Any) -> None:
     _news = news
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    threading.Thread(target=_end_with, args=(mp.parent_process(),), daemon=True).start()
     torch.set_num_threads(1)
     # Results that share memory by file descriptor would be lost when their process ends.
     torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def _end_with(parent: Any) -> None:
+    """End this process when its parent is gone, which may have been killed: training would go on for nobody."""
+    parent.join()
+    os._exit(1)
 
 
 def _measure_there(job: Job) -> Result:
