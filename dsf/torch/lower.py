@@ -332,6 +332,8 @@ def apply_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Ten
 def apply_linear_rule(spec: Spec, values: Evaluator, num: Tensor, den: Tensor, one: Tensor) -> Tensor:
     """`apply_rule`, where y is a matrix times what drives the system. Raises FormError unless it is linear in num."""
     found = apply_rule(spec, values, num, den, one)
+    if found.is_meta:  # where a recording's size is asked for
+        return found
     if not torch.allclose(apply_rule(spec, values, -3 * num, den, one), -3 * found, 1e-4, 0.0, equal_nan=True):
         raise FormError(
             f"{spec.name}: normalize = {spec.rule} is not linear in num, so y is no matrix times what drives the system"
