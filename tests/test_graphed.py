@@ -44,7 +44,7 @@ def made(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(graphed, "capture", capture)
-    monkeypatch.setattr(graphed, "capturable", lambda model, device: True)
+    monkeypatch.setattr(graphed, "capturable", lambda parameters, device: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     return found
 
@@ -148,6 +148,19 @@ def test_a_ninth_kind_and_a_call_that_is_refused_go_on_without_a_graph(made, mon
         step(ids)
 
 
+def test_a_model_whose_gradients_are_reduced_by_hooks_takes_no_graph(made):
+    class Wrapped(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            torch.nn.Module.__init__(self)
+            self.module = module
+
+    _, other, _ = pair()
+    step = Graphed(Wrapped(other), lambda ids: other(ids, labels=ids, return_state=False).loss)
+    for _ in range(4):
+        step(drawn())
+    assert not made and not step.graphs
+
+
 def test_a_cpu_takes_its_steps_as_ever():
     one, other, step = pair()
     for seed in range(4):
@@ -162,16 +175,17 @@ def test_a_cpu_takes_its_steps_as_ever():
 
 def test_hooks_and_processes_without_nccl_take_no_graph(monkeypatch):
     model = torch.nn.Linear(3, 1)
-    assert not graphed.capturable(model, torch.device("cpu"))
+    parameters = list(model.parameters())
+    assert not graphed.capturable(parameters, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = type("Device", (), {"type": "cuda", "__eq__": lambda self, other: True, "__hash__": object.__hash__})()
-    assert graphed.capturable(model, device)
+    assert graphed.capturable(parameters, device)
     monkeypatch.setattr(graphed, "ranks", lambda: 2)
     for backend, captured in (("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True)):
         monkeypatch.setattr(torch.distributed, "get_backend_config", lambda backend=backend: backend)
-        assert graphed.capturable(model, device) == captured
+        assert graphed.capturable(parameters, device) == captured
     model.weight.register_post_accumulate_grad_hook(lambda p: None)
-    assert not graphed.capturable(model, device)
+    assert not graphed.capturable(parameters, device)
 
 
 def test_random_numbers_work_again_after_a_capture_that_failed(monkeypatch):

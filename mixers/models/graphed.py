@@ -62,13 +62,15 @@ class Graphed:
         self._calls: Recent[int] = Recent(COUNTED)
         self._places: Sequence[int] = ()
         self._pool: Any = None
+        self._hooked = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """The loss; its gradients are added to the parameters' .grad."""
         parameters = list(self.model.parameters())
         device = parameters[0].device
         tensors = tuple(x.to(device, non_blocking=True) for x in tensors)
-        captured = self._captured(parameters, tensors) if capturable(self.model, device) else None
+        taken = not self._hooked and capturable(parameters, device)
+        captured = self._captured(parameters, tensors) if taken else None
         return self._eager(tensors) if captured is None else self._replay(captured, parameters, tensors)
 
     def clear(self) -> None:
@@ -134,17 +136,13 @@ class Graphed:
         return captured.loss.clone()
 
 
-def capturable(model: nn.Module, device: torch.device) -> bool:
-    """Whether a graph can stand for a step of a model, whose first parameter is on this device."""
+def capturable(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether a graph can stand for a step with these parameters, the first of which is on this device."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
     if ranks() > 1 and "cuda:nccl" not in str(dist.get_backend_config()):
         return False
-    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
-        return False
-    return all(
-        p.device == device and not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in model.parameters()
-    )
+    return all(p.device == device and not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters)
 
 
 def ranks() -> int:
