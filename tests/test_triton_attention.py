@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,29 @@ def test_ranks_share_a_sequence(recurrence, dtype, cut, counting):
         for got, exact in zip(found[dtype], found[torch.float64], strict=True):
             judged(got, exact, limit)
     assert made[0] % 2 == 0 < made[0]
+
+
+@pytest.mark.parametrize("case", ["reverse", "reverse, packed", "one tensor thrice", "a token a rank"])
+def test_ranks_share_other_calls(case):
+    tokens, n, p = (3, 12, 7) if case == "a token a rank" else (41, 16, 16)
+    x = {name: z.float() for name, z in drawn(limited, tokens, B=1, H=1, N=n, P=p).items()}
+    if case == "one tensor thrice":
+        x["q"] = x["k"] = x["v"]
+    world = Simulated(3, sizes=(tokens // 3, tokens // 3, tokens - tokens // 3 * 2))
+    options = {"cu_seqlens": dsf.Packing([0, 5, 5, tokens])} if "packed" in case else {}
+    found = []
+    for wide, how in ((torch.float32, {"backend": "triton", "parallel": world}), (torch.float64, {"backend": "torch"})):
+        leaf = {id(z): z.to(wide).requires_grad_() for z in x.values()}
+        y = limited(**{n: leaf[id(z)] for n, z in x.items()}, **how, **options, reverse="reverse" in case)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), list(leaf.values()))])
+    for got, exact in zip(*found, strict=True):
+        judged(got, exact, 2e-5)
+
+
+def test_a_call_that_ranks_share_is_one_graph():
+    x = {name: z.float() for name, z in drawn(forgetting, 40, B=1, N=16, P=16).items()}
+    call = partial(forgetting, backend="triton", parallel=Simulated(2))
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(**x), call(**x))
 
 
 @pytest.mark.parametrize("recurrence", [forgetting, everything, sinking], ids=lambda r: r.name)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from dsf.call import packing
 from dsf.call.bind import Bound, cache_layout
 from dsf.call.digits import sums_angles
-from dsf.call.operands import Operands, fused_operands, operands, rates, rates_alone
+from dsf.call.operands import Operands, fused_operands, kernel_operands, operands
 from dsf.call.plan import Plan
 from dsf.call.run import Timed, timed_inputs
 from dsf.drive import multiple_of
@@ -141,19 +141,16 @@ def _on_triton(spec: Spec, bound: Bound, timed: Timed, counts: Tensor | None, wa
 
     Bare inputs are not evaluated: queries, keys and values of half precision reach the kernel unchanged.
     """
-    a, k, v, scale = fused_operands(spec, bound, timed)
+    x, scale = kernel_operands(spec, bound, timed)
     wide = bound.compute
-    values = rates_alone(spec, bound, timed)
-    log, _, angle = rates(spec, bound, values, a.shape[0], a.shape[2])
-    if angle is not None:
-        a, k = a.to(wide), k.to(wide)
-    x = Operands(a, k, v, log, None, angle, None, None, values)
+    if x.angle is not None:
+        x = replace(x, a=x.a.to(wide), k=x.k.to(wide))
     s = summed(x if wanted else replace(x, log=None), None, bound.dtype)
-    y, lse = attend(s.a, s.k, v, log, scale, spec.system.window)
+    y, lse = attend(s.a, s.k, x.v, x.log, scale, spec.system.window)
     final = None
     if wanted:
         kept = replace(s, a=s.a[:, :, :0].to(wide), k=s.k.to(bound.dtype))  # of a, the dtype of biases alone
-        final = _extended(None, kept, v, _counts(counts, a), spec.system.window)
+        final = _extended(None, kept, x.v, _counts(counts, x.a), spec.system.window)
     return after_kernels(spec, x, y, lse, wide), final
 
 

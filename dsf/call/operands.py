@@ -37,6 +37,10 @@ class Operands:
     skip: Tensor | None
     values: Evaluator
 
+    def to(self, dtype: torch.dtype) -> Operands:
+        """The same with a, k and v in another dtype."""
+        return replace(self, a=self.a.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
 
 def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
     """The values of one call's expressions."""
@@ -115,6 +119,14 @@ def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tens
         found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, (rest.a, rest.k, rest.v), strict=True)]
     a, k, v = (x for x in found if x is not None)
     return a, k, v, scale
+
+
+def kernel_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Operands, float]:
+    """What the attention kernels take of `Operands`, a, k and v as in `fused_operands`, and the scale of scores."""
+    a, k, v, scale = fused_operands(spec, bound, timed)
+    values = rates_alone(spec, bound, timed)
+    log, _, angle = rates(spec, bound, values, a.shape[0], a.shape[2])
+    return Operands(a, k, v, log, None, angle, None, None, values), scale
 
 
 @derived

@@ -183,17 +183,12 @@ def on_device(cu_seqlens: Tensor | Packing, bounds: Sequence[int], device: torch
         return cu_seqlens.on(device)
     if cu_seqlens.device == device:
         return cu_seqlens
-    return placed(tuple(bounds), device)
+    return _remembered(_placed, tuple(bounds), device, lambda x: [x])
 
 
 def tensor_of(cu_seqlens: Tensor | Packing | None, device: torch.device) -> Tensor | None:
     """The boundaries as a tensor, or None."""
     return cu_seqlens.on(device) if isinstance(cu_seqlens, Packing) else cu_seqlens
-
-
-def placed(bounds: Bounds, device: torch.device) -> Tensor:
-    """Boundaries on a device, int32 [S+1]."""
-    return _remembered(_placed, bounds, device, lambda x: [x])
 
 
 def _placed(bounds: Bounds, device: torch.device) -> Tensor:

@@ -190,7 +190,7 @@ class Packing:
         """int64 [sequences + 1], the bounds on a device; a CUDA graph that is captured copies nothing from the host."""
         if len(self.bounds) == 2:
             return torch.arange(2, device=device) * self.bounds[-1]
-        return packing.placed(self.bounds, device).long()
+        return boundaries(self.bounds).on(device).long()
 
     def reads(self, rank: int) -> Reads:
         """What attention reads, for every slot of a rank with tokens: (q, k), places among the rank's tokens and in the

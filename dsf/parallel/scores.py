@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsf.call.attention import after_kernels, finish, scores_options
 from dsf.call.bind import Bound, angle_width, cached_heads, key_width
-from dsf.call.operands import Operands, fused_operands, operands, rates, rates_alone
+from dsf.call.operands import Operands, kernel_operands, operands
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, extend, spread_heads
@@ -64,9 +64,12 @@ def takes_kernels(spec: Spec, bound: Bound, form: str, backend: str) -> bool:
 def attend_pieces(spec: Spec, world: World, shards: Sequence[Bound], packing: Packing) -> list[Tensor]:
     """y [B, T, H, P] of this process's ranks by the attention kernels, which take a rank's queries of a sequence as the
     last ones of its keys. Keys and values are gathered in the inputs' dtype, log decays in float32."""
-    own = [_bare(spec, b) for b in shards]
+    own = [
+        kernel_operands(spec, b, timed_inputs(spec, b)) if b.sizes.tokens else (_operands(spec, b).to(b.dtype), 1.0)
+        for b in shards
+    ]
     lengths = [packing.tokens(r) for r in range(world.ranks)]
-    reads = [list(_seen(packing.reads(rank), spec.system.window)) for rank in world.here]
+    reads = [list(_pieces(packing.reads(rank), spec.system.window)) for rank in world.here]
     reaches = [(min((k.start for _, k in x), default=0), max((k.stop for _, k in x), default=0)) for x in reads]
     both = [[x.k.transpose(1, 2), x.v.transpose(1, 2)] for x, _ in own]
     every = gather_all(world, both, lengths, reaches)
@@ -90,23 +93,11 @@ def attend_pieces(spec: Spec, world: World, shards: Sequence[Bound], packing: Pa
     return found
 
 
-def _seen(reads: Reads, window: int | None) -> Iterator[tuple[range, range]]:
+def _pieces(reads: Reads, window: int | None) -> Iterator[tuple[range, range]]:
     """(queries, the keys that one of them sees or that lie between) of every piece of a sequence on a rank."""
     for queries, keys in reads:
         for q, (begin, end) in zip(pairwise(queries), pairwise(keys), strict=True):
             yield range(*q), range(begin if window is None else max(begin, end - (q[1] - q[0]) - window + 1), end)
-
-
-def _bare(spec: Spec, bound: Bound) -> tuple[Operands, float]:
-    """A rank's operands in the inputs' dtype, as far as kernels need them, and the scale of scores."""
-    if not bound.sizes.tokens:
-        x = _operands(spec, bound)
-        return replace(x, a=x.a.to(bound.dtype), k=x.k.to(bound.dtype), v=x.v.to(bound.dtype)), 1.0
-    timed = timed_inputs(spec, bound)
-    a, k, v, scale = fused_operands(spec, bound, timed)
-    values = rates_alone(spec, bound, timed)
-    log, _, _ = rates(spec, bound, values, a.shape[0], a.shape[2])
-    return Operands(a, k, v, log, None, None, None, None, values), scale
 
 
 def _operands(spec: Spec, bound: Bound) -> Operands:

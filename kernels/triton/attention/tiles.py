@@ -35,7 +35,7 @@ class Tiles(Config):
 
     WIDE: float32 inputs, where the gradient of c is summed in float64 and every tile is made like a part. TWICE: rows
     and columns need the same bits of ds, so rows sum them before they make them again. LAST: Q is less than T; else
-    kernels take T for it, which costs no register. N, P: the widths of keys and values; D, E: the same, filled up to a
+    kernels take T for it, and keep one number less. N, P: the widths of keys and values; D, E: the same, filled up to a
     power of two.
     """
 
