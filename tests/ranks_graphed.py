@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import parallelize_module
 
 import dsf
+from dsf.mixers.models.graphed import local
 from dsf.models import CausalLM, Graphed, ModelConfig, next_labels
 
 HYBRID = ["gated_deltanet", "softmax_attention"]
@@ -47,7 +48,8 @@ def steps(mesh, graph, tokens=False, parameters=False, heads=False, bf16=False, 
         model.enable_gradient_checkpointing(preserve_rng_state=False)
     if heads:
         parallelize_module(model, mesh, dsf.parallel.plan_of(model))
-    shared = {n: dsf.parallel.Sequence(mesh, layout, sizes=sizes_of(n, ranks, layout)) for n in lengths}
+    shared = {n: dsf.parallel.Sequence(mesh, layout, sizes=sizes if layout == "contiguous" else None)
+              for n in lengths for sizes in [[len(part) for part in torch.arange(n).tensor_split(ranks)]]}  # fmt: skip
     if parameters:
         if tokens:
             dsf.parallel.attach(model, shared[lengths[0]])
@@ -79,18 +81,6 @@ def steps(mesh, graph, tokens=False, parameters=False, heads=False, bf16=False, 
     graphs = len(step.graphs)
     step.clear()
     return found, [local(p).detach() for p in model.parameters()], graphs
-
-
-def sizes_of(tokens, ranks, layout):
-    """The tokens of every rank, where they are not alike."""
-    if tokens % ranks == 0 or layout != "contiguous":
-        return None
-    return [len(part) for part in torch.arange(tokens).tensor_split(ranks)]
-
-
-def local(x):
-    """This rank's part of a parameter."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def compared(mesh, case):
