@@ -1,5 +1,6 @@
 """Mamba-3: a trapezoid in time, transitions that turn, decays that tokens choose."""
 
+import inspect
 import math
 from functools import lru_cache, partial
 from operator import mul
@@ -24,6 +25,7 @@ from dsf import (
     maximum,
     prev,
     sigmoid,
+    silu,
     softplus,
     tanh,
     turn,
@@ -43,6 +45,14 @@ if TYPE_CHECKING:
 
 A_FLOOR = 1e-4  # every head forgets
 RANK = 4  # of writes and reads, as in mamba_ssm
+# what each write and read of the layer has of its own
+_EACH: dict[str, Any] = {
+    "b_bias": Param[Key],
+    "c_bias": Param[Key],
+    "mx": Param[Value],
+    "mz": Param[Value],
+    "mo": Param[Value],
+}
 
 
 def _transition(delta: Expr, a: Expr, angle: Expr) -> Operator:
@@ -82,6 +92,15 @@ def mamba3_biased(
     return _trapezoid(x, b + b_bias, c + c_bias, softplus(dt + dt_bias), a, sigmoid(lam), -angle, D)
 
 
+def _several(x: Any, b: Any, c: Any, g: Any, delta: Expr, a: Expr, share: Expr, angle: Expr, D: Expr) -> System:
+    """The trapezoid of several writes b_r x_r and reads c_r, which are weighted by g_r and added."""
+    a_t, pairs = _transition(delta, a, angle), list(zip(b, x, strict=True))
+    before = [System(A=I, B=prev(k * v) * ((1 - share) * delta)) for k, v in pairs]
+    *now, last = [System(A=I if r else a_t, B=k * (share * delta * v)) for r, (k, v) in enumerate(pairs)]
+    read, through = (sum(map(mul, part, g)) for part in (c, x))
+    return compose(*before, *now, System(A=last.A, B=last.B, C=read, D=D * through))
+
+
 @lru_cache
 def mamba3_mimo_of(rank: int) -> Recurrence:
     """Mamba-3 with `rank` writes and reads a token (MIMO), which share the state, its decay and its turn."""
@@ -96,17 +115,44 @@ def mamba3_mimo_of(rank: int) -> Recurrence:
         Source: Lahoti et al. (arXiv 2603.15569), the multi-input, multi-output state update. Symbols: as in mamba3, but
         for the turn, which goes the other way round, as in mamba_ssm; g: weights of the outputs, such as a gate.
         """
-        delta, share = softplus(dt + dt_bias), sigmoid(lam)
-        a_t, pairs = _transition(delta, a, -angle), list(zip(b, x, strict=True))
-        before = [System(A=I, B=prev(k * v) * ((1 - share) * delta)) for k, v in pairs]
-        *now, last = [System(A=I if r else a_t, B=k * (share * delta * v)) for r, (k, v) in enumerate(pairs)]
-        read, through = (sum(map(mul, part, g)) for part in (c, x))
-        return compose(*before, *now, System(A=last.A, B=last.B, C=read, D=D * through))
+        return _several(x, b, c, g, softplus(dt + dt_bias), a, sigmoid(lam), -angle, D)
 
     return mimo
 
 
 mamba3_mimo = mamba3_mimo_of(RANK)
+
+
+@lru_cache
+def mamba3_mimo_weighed_of(rank: int, gated: bool) -> Recurrence:
+    """Mamba-3 (MIMO) as its layer runs it: one x and one z a token, which Params weigh for each write and read, and
+    keys and queries that heads may share, with a bias a head. gated: with a z, else the outputs have only weights."""
+
+    def mimo(**given: Any) -> System:
+        """Mamba-3 (MIMO) with the weights of its layer, which multiply x, z and the outputs by channel.
+
+        Source and symbols: as in mamba3_mimo; mx, mz, mo weigh x, z and the outputs of each write and read.
+        """
+        each = {name: [given[f"{name}{r}"] for r in range(rank)] for name in _EACH if f"{name}0" in given}
+        b, c = ([k + bias for k, bias in zip(given[k], each[f"{k}_bias"], strict=True)] for k in ("b", "c"))
+        x = [given["x"] * weight for weight in each["mx"]]
+        g = each["mo"]
+        if gated:
+            g = [silu(given["z"] * weight) * out for weight, out in zip(each["mz"], g, strict=True)]
+        delta = softplus(given["dt"] + given["dt_bias"])
+        return _several(x, b, c, g, delta, given["a"], sigmoid(given["lam"]), -given["angle"], given["D"])
+
+    kinds: dict[str, Any] = {"x": Value} | ({"z": Value} if gated else {}) | dict.fromkeys(("dt", "a", "lam"), Scalar)
+    kinds |= {"angle": Pair, "b": Steps[Key, rank], "c": Steps[Key, rank], "D": Param[Scalar], "dt_bias": Param[Scalar]}
+    kinds |= {f"{name}{r}": kind for name, kind in _EACH.items() for r in range(rank) if gated or name != "mz"}
+    made = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind) for name, kind in kinds.items()]
+    mimo.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    return dsf.recurrence(name=f"mamba3_mimo{rank}_weighed{'' if gated else '_bare'}")(mimo)
+
+
+def _beside(x: Tensor) -> Tensor:
+    """x [..., N] with entries i and i + N / 2, which turn together, as neighbours."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 class Mamba3(Mixer):
@@ -174,7 +220,7 @@ class Mamba3(Mixer):
         self.own("C_bias", torch.ones, heads, self.rank, d_state)
         self.is_mimo = is_mimo
         if is_mimo:
-            self.recurrence = mamba3_mimo_of(mimo_rank)
+            self.recurrence = mamba3_mimo_weighed_of(mimo_rank, not bare)
             self.own("mimo_x", partial(full, value=1 / mimo_rank), heads, mimo_rank, headdim)
             if not bare:
                 self.own("mimo_z", torch.ones, heads, mimo_rank, headdim)
@@ -213,34 +259,19 @@ class Mamba3(Mixer):
             (angle,) = self.shares.gather(angle)
         angle = nn.functional.pad(angle, (0, self.dims[1] // 2 - self.angles)).unsqueeze(2)  # the other pairs stay
         if self.is_mimo:
-            b, c = self._rows(self.B_norm(b), self.B_bias), self._rows(self.C_norm(c), self.C_bias)
+            z = side[0]
+            weights = {"b_bias": _beside(self.B_bias), "c_bias": _beside(self.C_bias), "mx": self.mimo_x}
+            weights |= {"mo": self.mimo_o} | ({"mz": self.mimo_z} if z.shape[-1] else {})
+            each = {f"{name}{r}": x for name, y in weights.items() for r, x in enumerate(y.unbind(1))}
+            b, c = (_beside(y).unflatten(2, (self.rank, -1)) for y in (self.B_norm(b), self.C_norm(c)))
             return {
-                "x": self._each(x, self.mimo_x), "g": self._weights(side[0], x), "dt": dt, "a": a, "lam": lam,
-                "angle": angle, "b": b, "c": c, "D": self.D, "dt_bias": self.dt_bias,
+                "x": x, **({"z": z.unflatten(-1, x.shape[2:])} if z.shape[-1] else {}), "dt": dt, "a": a, "lam": lam,
+                "angle": angle, "b": b, "c": c, "D": self.D, "dt_bias": self.dt_bias, **each,
             }  # fmt: skip
         return {
             "x": x, "dt": dt, "a": a, "lam": lam, "angle": angle, "b": self.B_norm(b), "c": self.C_norm(c),
             "D": self.D, "dt_bias": self.dt_bias, "b_bias": self.B_bias.squeeze(1), "c_bias": self.C_bias.squeeze(1),
         }  # fmt: skip
-
-    def _each(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [B, T, H, P] times weight [H, rank, P] -> [B, T, rank, H, P]."""
-        return (x.unsqueeze(2) * weight.transpose(0, 1)).to(x.dtype)
-
-    def _weights(self, z: Tensor, x: Tensor) -> Tensor:
-        """The weights of the outputs, with the gate in them: [B, T, rank, H, P]."""
-        weight = self.mimo_o.transpose(0, 1)
-        if not z.shape[-1]:
-            return weight.to(x.dtype).expand(*x.shape[:2], -1, -1, -1)
-        return (nn.functional.silu(self._each(z.unflatten(-1, x.shape[2:]), self.mimo_z)) * weight).to(x.dtype)
-
-    def _rows(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Keys or queries [B, T, rank · groups, N] with their biases [H, rank, N] -> [B, T, rank, H, N], where the two
-        entries that turn together are neighbours."""
-        heads, n, _ = self.dims
-        each = x.unflatten(2, (self.rank, -1))
-        each = each.repeat_interleave(heads // each.shape[3], 3) + bias.transpose(0, 1)
-        return each.unflatten(-1, (2, n // 2)).transpose(-1, -2).flatten(-2).to(x.dtype)
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         y, z = y.flatten(2), side[0] if side[0].shape[-1] and not self.is_mimo else None

@@ -225,9 +225,9 @@ FAMILIES = {
             "mlstm, ranks": of("mlstm", **RANKS),
         },
         (
-            "chunk.gradient", "chunk.gradient_parts", "chunk.normaliser", "chunk.reverse_walk", "chunk.shared_gradient",
-            "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.triangle", "chunk.write_gradient",
-            "fold", "packed", "structs",
+            "chunk.gradient", "chunk.gradient_parts", "chunk.normaliser", "chunk.reverse_walk", "chunk.scalars",
+            "chunk.shared_gradient", "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.triangle",
+            "chunk.write_gradient", "fold", "packed", "structs",
         ),
     ),
     "a decay for a key": Family(
@@ -243,6 +243,7 @@ FAMILIES = {
         {
             "mamba3_biased": of(mamba3_biased, every_way, **FEW),
             "mamba3, long": of("mamba3", B=1, H=1, T=40_000),
+            "mamba3_mimo": of("mamba3_mimo", every_way, **FEW),
             "erasing and turning": of(erasing_and_turning, every_way, **FEW),
         },
         ("chunk.cross", "turn.kernel"),

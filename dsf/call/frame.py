@@ -17,12 +17,13 @@ from dsf.call.bind import Bound, named_axes
 from dsf.call.cost import CONVOLUTION
 from dsf.call.plan import Plan
 from dsf.kernels.turns import SumsApart, turn_pairs, turned_back, whole_turns_left_out
+from dsf.language.annotations import Input
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of
-from dsf.language.frame import Frame, Late, Leaf
-from dsf.language.late import late
+from dsf.language.frame import Early, Frame, Late, Leaf
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, leaf_columns, leaf_size
 from dsf.torch.evaluate import Evaluator
+from dsf.triton.choose import frame_in_chunks
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,20 @@ def shifted(x: Tensor, first: Tensor | None, places: Places | None) -> Tensor:
     return torch.where(mark, first.to(x.dtype).index_select(0, places.which).unsqueeze(0), moved)
 
 
+def ahead(x: Tensor, places: Places | None) -> Tensor:
+    """x [B, T, ...] of the token after, 0 at last tokens."""
+    moved = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+    if places is None:
+        return moved
+    ends = places.first.roll(-1).view(1, -1, *(1,) * (x.dim() - 2))
+    return torch.where(ends, 0.0, moved)
+
+
+def first_of(x: Tensor, places: Places | None) -> Tensor:
+    """x at the first token of every sequence: [B, T, ...] -> [B or sequences, ...]."""
+    return x[:, 0] if places is None else x[0].index_select(0, places.starts.clamp(max=x.shape[1] - 1))
+
+
 def last_of(x: Tensor, places: Places | None) -> Tensor:
     """x at the last token of every sequence: [B, T, ...] -> [B or sequences, ...]."""
     return x[:, -1] if places is None else x[0].index_select(0, places.ends)
@@ -80,7 +95,8 @@ class Framed:
         self.rest = None if state is None else state[..., self.plain :]
         self.remembered: list[Tensor] = []
         self.written: list[Tensor] = []
-        self.torch, self.unread = frame.torch, frozenset[Expr]()
+        self.torch, self.unread = frame.torch, frame.unread
+        self.entered: list[Tensor] = []
         self.final: Tensor | None = None
 
     def make(self, wanted: bool = True) -> None:
@@ -109,6 +125,8 @@ class Framed:
             self.values[own.node], _ = self.delayed(self.evaluate(own.source), None)
             if wanted:
                 self.written.append(self._late(own))
+        for write in self.frame.early:
+            self._write_ahead(write)
         for node, source, first in self.frame.whole:
             x = self._all_heads(self.evaluate(source))
             start = None if self.rest is None else self._first(first)
@@ -123,6 +141,24 @@ class Framed:
         parts = [spread_heads(self.last(part), self.bound.sizes.heads, 1) for part in (x.source, x.key, x.value)]
         found = math.prod(parts[1:], start=parts[0].to(self.bound.compute))
         return found if self.places is None else torch.where(self.places.filled.view(-1, 1, 1, 1), found, 0.0)
+
+    def _write_ahead(self, x: Early) -> None:
+        """Compute what a token writes for the one after, and what of it the first state takes."""
+        if x.node in self.values and self.rest is None:
+            return
+        source = self.evaluate(x.source)
+        self.values[x.node] = ahead(source, self.places)
+        if self.rest is None:
+            return
+        found = self._first(x.before) * self._all_heads(first_of(source, self.places).unsqueeze(1)).squeeze(1)
+        kept = None if self.places is None else self.places.filled.view(-1, 1, 1, 1)
+        self.entered.append(found if kept is None else torch.where(kept, found, 0.0))
+
+    def start(self, state: Tensor | None) -> Tensor | None:
+        """The plain system's first state, from the declaration's."""
+        if state is None:
+            return None
+        return sum(self.entered, start=state[..., : self.plain])
 
     def delayed(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """x of the token before, and x of every sequence's last token. start: value before first tokens, None for 0."""
@@ -238,6 +274,15 @@ class Framed:
         found = self.evaluate(x)
         return (found[..., ::2, :] if KEY in x.axes else found).double()
 
+    def _made(self, entry: Input) -> Tensor:
+        """A computed input, [B|1, T|1, (n), heads, n, p]."""
+        whole, *each = (
+            Expr("input", (), (entry.name, step), entry.kind.axes) for step in (None, *range(entry.kind.steps or 0))
+        )
+        if whole in self.values or not each:
+            return self.values[whole]
+        return torch.stack([self.values[x] for x in each], dim=2)
+
     def inner(self, rounded: bool = False) -> Bound:
         """The call of the plain system, with computed inputs in the computing dtype.
 
@@ -251,9 +296,9 @@ class Framed:
                 if entry.name in sizes.groups:
                     counts[entry.name] = sizes.groups[entry.name]
                 continue
-            node = Expr("input", (), (entry.name, None), entry.kind.axes)
-            x = self.values[node] if entry.kind.time else self._all_heads(self.values[node])[0, 0]
-            at = 2 if entry.kind.time else 0
+            x = self._made(entry)
+            x = x if entry.kind.time else self._all_heads(x)[0, 0]
+            at = 0 if not entry.kind.time else 2 if entry.kind.steps is None else 3
             if entry.kind.time and x.shape[at] != sizes.heads:
                 counts[entry.name] = x.shape[at]
             x = x if VALUE in entry.kind.axes else x.squeeze(-1)
@@ -291,7 +336,7 @@ def spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
 def frame_for(spec: Spec, plan: Plan) -> Frame:
     """The frame that a call with this plan runs."""
     found = {"naive": spec.oracle, CONVOLUTION: spec.turning, "recurrent": spec.frame}.get(plan.form)
-    found = found or late(spec) or spec.frame
+    found = found or frame_in_chunks(spec, plan.backend) or spec.frame
     assert found is not None
     return found
 

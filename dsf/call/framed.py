@@ -36,7 +36,7 @@ def run_framed(
     kind = TurnedByKernels if turned else Framed
     framed = kind(spec, frame, bound, places, state, None if isinstance(bounds, list) else bounds)
     framed.make(wanted)
-    start = None if state is None else state[..., : framed.plain]
+    start = framed.start(state)
     if naive:
         start = _without_maximum(spec, frame.spec, start, bound.sizes.p)
     inner = framed.inner(plan.backend == "triton")

@@ -15,13 +15,13 @@ from dsf.call.launches import Planned
 from dsf.language.errors import FormError, InputError
 from dsf.language.expr import VALUE
 from dsf.language.invariant import invariant, is_invariant
-from dsf.language.late import late
 from dsf.language.places import line_of_pairs
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
 from dsf.triton import solve as gpu_solve
+from dsf.triton.chunk import reads_together
 
 if TYPE_CHECKING:
     from dsf.kernels.triton.schedule import Schedule
@@ -30,7 +30,7 @@ FORMS = ("naive", "recurrent", "scan", "chunk", "kernel")  # of every system wit
 BACKENDS = ("torch", "triton")
 SHORT = 8  # tokens up to which the recurrent form is faster than chunks
 LONG = 64  # tokens from which the convolution may be faster
-ASKED = "form={!r} was asked for"  # reasons of plans
+ASKED, READS_APART = "form={!r} was asked for", "; C reads in "  # reasons of plans
 IN_ONE_LAUNCH = "one token without gradients: the state is read and written once, in one launch"
 MATRIX_CHUNK = 64
 SCAN_BLOCK = 16
@@ -259,9 +259,11 @@ def _of_frame(
             source=gpu.source(spec, dtype, True), reason=IN_ONE_LAUNCH if form == "auto" else ASKED.format(form),
         )  # fmt: skip
     else:
-        plan, other = make_plan(spec.inner, sizes, dtype, form, *how), late(spec)
+        plan = make_plan(spec.inner, sizes, dtype, form, *how)
+        other = gpu.frame_in_chunks(spec, plan.backend)
         if other is not None and plan.form not in ("naive", "recurrent"):
-            plan = replace(make_plan(other.spec, sizes, dtype, plan.form, *how), reason=plan.reason)
+            reason, plan = plan.reason, make_plan(other.spec, sizes, dtype, plan.form, *how)
+            plan = replace(plan, reason=reason if reads_apart(other.spec, plan) else reason.split(READS_APART)[0])
         made = ["previous values"] * bool(spec.frame.leaves) + ["turned inputs"] * (spec.frame.angles is not None)
         tell = bool(made) and "was asked for" not in plan.reason
         plan = replace(plan, reason=plan.reason + f"; {' and '.join(made)} are made first" * tell)
@@ -309,7 +311,7 @@ def _of_solve(
 
 def reads_apart(spec: Spec, plan: Plan) -> bool:
     """Whether a call with this plan runs once for each of several readouts in C."""
-    if not apart(spec) or plan.one_step or plan.scan:
+    if not apart(spec) or plan.one_step or plan.scan or (plan.backend == "triton" and reads_together(spec)):
         return False
     if spec.acts_on_values:
         return plan.form != "naive"
@@ -319,10 +321,8 @@ def reads_apart(spec: Spec, plan: Plan) -> bool:
 def _of_reads(spec: Spec, sizes: Sizes, dtype: torch.dtype, plan: Plan) -> Plan:
     """The plan of a system with several readouts, each of which has `plan`."""
     count = len(apart(spec))
-    return replace(
-        plan, flops=count * plan.flops, bytes=io_bytes(spec, sizes, dtype),
-        reason=f"{plan.reason}; C reads in {count} ways, each a run of its own",
-    )  # fmt: skip
+    reason = f"{plan.reason}{READS_APART}{count} ways, each a run of its own"
+    return replace(plan, flops=count * plan.flops, bytes=io_bytes(spec, sizes, dtype), reason=reason)
 
 
 def _refusal(

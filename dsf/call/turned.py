@@ -19,13 +19,12 @@ from dsf.call.plan import Plan
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, Expr, children_first, const, inputs_of, substitute
 from dsf.language.frame import Frame
-from dsf.language.late import late
 from dsf.language.operator import NO_TURN, split_factors
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
 from dsf.triton import chunk as gpu_matrix
-from dsf.triton.choose import room_of
+from dsf.triton.choose import frame_in_chunks, room_of
 from dsf.triton.operands import Unfit, operands_of
 from dsf.triton.printer import symbol
 
@@ -49,7 +48,7 @@ class Recipe:
 
     The sums of the angles scale · pair, and the turned vectors. dot: the number of the vector whose product with the
     first one is DOT in `torch`, the inputs that torch computes; 0 for none. unread: leaves' nodes that nothing else
-    takes.
+    takes. rows: so many consecutive vectors are the steps of one input, 1 for inputs of one step.
     """
 
     scale: Expr
@@ -58,12 +57,13 @@ class Recipe:
     dot: int
     torch: tuple[tuple[Expr, Expr], ...]
     unread: frozenset[Expr]
+    rows: int
 
 
 @derived
 def recipe(spec: Spec) -> Recipe | None:
     """How kernels turn the vectors of this declaration's chunks; None where they do not."""
-    frame = late(spec) or spec.frame
+    frame = frame_in_chunks(spec, "triton") or spec.frame
     if frame is None or frame.angles is None or not _fits(frame.spec):
         return None
     if {x.node for x in frame.turned} & {*inputs_of(*(source for source, _ in frame.torch))}:
@@ -79,7 +79,7 @@ def recipe(spec: Spec) -> Recipe | None:
         leaf = last[t.source] if t.row < rows[0] else None
         whole = t.source if leaf is None else frame.leaves[leaf].source
         wholes.append((whole, Vector(t.node, *_biased(spec, whole), leaf)))
-    wholes.sort(key=lambda x: x[1].leaf is not None)
+    wholes.sort(key=lambda x: (x[1].leaf is not None, x[1].node.attrs if x[1].node.attrs[1] is not None else ("", 0)))
     found, dot = frame.torch, 0
     products = [x for source, _ in found for x in children_first(source) if x.op == "sum_key"]
     product = next((x for x in products if x.args[0].op == "mul"), None)
@@ -93,7 +93,11 @@ def recipe(spec: Spec) -> Recipe | None:
     plain = {i.name for i in frame.spec.inputs}
     read = {*inputs_of(*sources)} | {x for x in last if x.attrs[0] in plain}
     pair, scale = split_factors(frame.angles[rows[0]], lambda factor: KEY in factor.axes)
-    return Recipe(scale, pair, tuple(x for _, x in wholes), dot, found, frozenset(last.keys() - read))
+    named = {t.node.attrs[0] for t in frame.turned}
+    steps = {i.kind.steps or 1 for i in frame.spec.inputs if i.name in named}
+    if len(steps) > 1:
+        return None
+    return Recipe(scale, pair, tuple(x for _, x in wholes), dot, found, frozenset(last.keys() - read), *steps)
 
 
 def _biased(spec: Spec, x: Expr) -> tuple[Expr, Expr | None]:
@@ -117,12 +121,13 @@ def _fits(inner: Spec) -> bool:
         ops = operands_of(run)
     except Unfit:
         return False
-    return ops.lefts is None and not ops.keywise and ops.ones is None
+    whole = not ops.rows & (ops.rows - 1)  # chunks begin and end with tokens
+    return whole and ops.lefts is None and not ops.keywise and ops.ones is None
 
 
 def _run_of(inner: Spec) -> Spec:
     """What a run of the kernels computes: the first readout where each has a run of its own."""
-    return next(iter(apart(inner)), inner)
+    return inner if gpu_matrix.reads_together(inner) else next(iter(apart(inner)), inner)
 
 
 def _by_pair(frame: Frame, angle: Expr) -> bool:
@@ -168,15 +173,17 @@ class TurnedByKernels(Framed):
         firsts = [self.first(leaf) for leaf in recalled]
         delayed = sum(1 << i for i, x in enumerate(vectors) if x.leaf is not None)
         biased = sum(1 << i for i, x in enumerate(vectors) if x.bias is not None)
-        how = How(chunk, common, delayed, biased, self.recipe.dot, self.rest is not None, self.bound.dtype)
+        rows, started = self.recipe.rows, self.rest is not None
+        how = How(chunk, common, delayed, biased, self.recipe.dot, started, rows, self.bound.dtype)
         biases = [spread_heads(x, common, 0) for x in biases]
         found = Turned.apply(scale, pair, self.bounds, how, len(xs), *xs, *biases, *firsts)
         border, final, dots = found[:3]
-        marks, outs = found[3 : 3 + len(xs)], found[3 + len(xs) :]
-        for x, out in zip(vectors, outs, strict=True):
-            self.values[x.node] = out.unsqueeze(-1)
+        marks, outs = found[3 : 3 + len(xs) // rows], found[3 + len(xs) // rows :]
+        firsts_of = [x.node for x in vectors[::rows]]
+        for node, out in zip(firsts_of, outs, strict=True):
+            self.values[Expr("input", (), (node.attrs[0], None), node.axes)] = out.unsqueeze(-1)
         if border.requires_grad:
-            named = {x.node.attrs[0]: mark for x, mark in zip(vectors, marks, strict=True)}
+            named = {node.attrs[0]: mark for node, mark in zip(firsts_of, marks, strict=True)}
             self.turns = Turns(spread_heads(border, sizes.heads, 1), named)
         self.values[DOT] = dots[..., None, None]
         self.final = spread_heads(final.unsqueeze(-1), sizes.heads, 1)

@@ -93,6 +93,7 @@ def _content(spec: Spec) -> str:
         parts = [operator(s.A), *map(number, (s.B, s.C, s.D, rule, s.gauge, *drive)), s.read]
         parts += [] if s.window is None else [f"window {s.window}"]
         parts += [] if s.solve is None else ["solve", *map(number, s.solve.exprs), f"steps {s.solve.steps}"]
+        parts += ["unseen", *map(number, s.unseen)] if s.unseen else []
         return f"system {' '.join(parts)}"
 
     steps = [system(s) for s in spec.system.micro_steps]

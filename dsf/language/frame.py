@@ -72,6 +72,16 @@ class Late:
     value: Expr
 
 
+@dataclass(frozen=True)
+class Early:
+    """An input that is `source` of the token after, 0 at last ones. The first state takes source · before of the first
+    token, before in leaves' nodes (dsf.language.late)."""
+
+    node: Expr
+    source: Expr
+    before: Expr
+
+
 @dataclass(frozen=True, eq=False)
 class Frame:
     """A plain Spec, and the recipe of the inputs that it has besides those of the declaration.
@@ -79,7 +89,8 @@ class Frame:
     leaves: each depends only on earlier ones. whole: for the oracle, (input, the whole expression whose previous value
     it is, its first value in leaves' nodes). pairs: (a Pair input, the input of its repeated
     entries). turned: the inputs turned into the gauge. angles: every row's turn in the gauge, None without one. torch:
-    (an expression that kernels cannot compute, its input). late: what tokens write of the one before.
+    (an expression that kernels cannot compute, its input). late: what tokens write of the one before; early: of
+    themselves for the one after.
     """
 
     spec: Spec
@@ -90,6 +101,16 @@ class Frame:
     angles: tuple[Expr, ...] | None
     torch: tuple[tuple[Expr, Expr], ...] = ()
     late: tuple[Late, ...] = ()
+    early: tuple[Early, ...] = ()
+
+    @property
+    def unread(self) -> frozenset[Expr]:
+        """Leaves' nodes that no input of the plain system is made of, where tokens write for the one after."""
+        sources = [leaf.source for leaf in self.leaves] + [x for x, _ in self.torch]
+        sources += [t.source for t in self.turned] + [*(self.angles or ())]
+        plain = {i.name for i in self.spec.inputs}
+        nodes = {node for leaf in self.leaves for node in leaf.nodes if self.early}
+        return frozenset(x for x in nodes - {*inputs_of(*sources)} if x.attrs[0] not in plain)
 
     @property
     def words(self) -> dict[Expr, Expr]:
@@ -308,6 +329,21 @@ class Made:
                 self.torch[x] = self.node(x.op, x.axes, self.moves(x))
             return self.torch[x]
         return rebuild(x, tuple(map(self.by_torch, x.args)))
+
+    def in_rows(self, system: System, rows: int) -> System:
+        """The system with its turned keys, and its turned readouts, as the steps of one input each where there is one
+        of both for every row of a token: kernels then take them as they lie."""
+        old = {*self.turned.values()}
+        groups = [[x for x in inputs_of(of) if x in old] for of in (system.B, system.C)]
+        if rows == 1 or any(len(group) != rows for group in groups) or {*groups[0]} & {*groups[1]}:
+            return system
+        new = dict[Expr, Expr]()
+        for stem, group in zip(("keys", "queries"), groups, strict=True):
+            name = self.node(f"{stem}_turned", frozenset({KEY})).attrs[0]
+            self.kinds[name] = Kind(frozenset({KEY}), steps=rows)
+            new |= {x: Expr("input", (), (name, row), x.axes) for row, x in enumerate(group)}
+        self.turned = {key: new.get(x, x) for key, x in self.turned.items()}
+        return map_system(system, lambda x: substitute(x, new))
 
     def turn(self, x: Expr, row: int) -> Expr:
         """The input that is x turned into the gauge of a row. Raises NoGaugeError for an x with a Value axis."""

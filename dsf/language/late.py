@@ -1,10 +1,14 @@
-"""Writes that the next token makes, beside its own write of the token before: one row of a token in place of two.
+"""Tokens that write twice, at their own time and once more as the next token begins, with one row in place of two.
 
 Mamba-3's trapezoid (arXiv 2603.15569) writes X_t = k_t v_tᵀ twice, at token t and once more as token t + 1 begins:
 S_t = A_t (S_{t-1} + g_t X_{t-1}) + w_t X_t. The state without what a token writes last, S'_t = S_t - w_t X_t, obeys
 S'_t = A_t (S'_{t-1} + (w_{t-1} + g_t) X_{t-1}), one write a token, and C_tᵀ S_t = C_tᵀ S'_t + w_t ⟨C_t, k_t⟩ v_t. At
 the first token of a call w_{t-1} is 0, as its state has that write; the last state takes w_T X_T. Where C is a sum of
 keys with gates by channel, ⟨C_t, k_t⟩ is one with the same gates.
+
+The GPU's chunks take no token's write to the next one: S″_t = S_t + g_{t+1} X_t obeys S″_t = A_t S″_{t-1} + (w_t +
+g_{t+1}) X_t, and C_tᵀ S_t is C_tᵀ S″_t whose own token has written w_t X_t alone. No y depends on a later g. At the
+last token of a call g_{t+1} is 0; the first state takes g_1 X_0.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const
-from dsf.language.frame import Frame, Late, Made, map_system, turns
+from dsf.language.frame import Early, Frame, Late, Made, map_system, turns
 from dsf.language.functions import sum_key
 from dsf.language.gauge import NoGaugeError, into_gauge
 from dsf.language.operator import I, diag, factors_of, quotient, split_factors, summands, times
@@ -77,6 +81,40 @@ def late(spec: Spec) -> Frame | None:
         total = total + part
     system = replace(system, A=diag(decay), B=total, D=plain(skip), earlier=())
     return replace(made.frame(map_system(system, made.by_torch), angles), late=tuple(every))
+
+
+@derived
+def early(spec: Spec) -> Frame | None:
+    """The frame of `spec` in which a token makes the next one's write of it, too; None where there is no such write.
+
+    Its system has inputs `unseen`, which forms other than the GPU's chunks do not know.
+    """
+    pairs = _pairs(spec)
+    if not pairs:
+        return None
+    made, nodes, every, written = Made(spec), dict[Expr, Expr](), list[Early](), list[Expr]()
+
+    def plain(x: Expr) -> Expr:
+        return made.without_pairs(made.without_prev(x))
+
+    map_system(spec.system, plain)  # for leaves in the declaration's order, as the state holds them
+    for pair in pairs:
+        again = plain(pair.again)
+        if again not in nodes:
+            nodes[again] = made.node("next", frozenset())
+        node = nodes[again]
+        every.append(Early(node, again, made.without_pairs(made.lagged(pair.x, 1))))
+        written.append(times(plain(pair.x), plain(pair.own) + node))
+    a = map_system(spec.system, plain).micro_steps[len(pairs)].A
+    last = replace(map_system(spec.system, plain), A=a, B=sum(written[1:], written[0]), earlier=())
+    angles = None
+    if turns(last):
+        try:
+            last, angles = into_gauge(made, last)
+        except NoGaugeError:
+            return None
+    last = made.in_rows(map_system(last, made.by_torch), len(pairs))
+    return replace(made.frame(replace(last, unseen=tuple(nodes.values())), angles), early=tuple(every))
 
 
 def _pairs(spec: Spec) -> list[_Pair]:

@@ -34,6 +34,7 @@ class System(OperatorBase):
     window: None, or W: y reads only the writes of the last W tokens, as later decays changed them. The state is then
       the keys and values of these tokens (docs/forms.md).
     solve: None, or the solve of C before it reads the state, set by `dsf.learn(by="exact")`.
+    unseen: inputs that count as zero in what a token's own readout sees of its writes (dsf.language.late alone).
     gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
 
     Raises TraceError when A is not a linear operator, C, D have axes that cannot be read, or window is no integer of at
@@ -50,6 +51,7 @@ class System(OperatorBase):
     drive: Any = None
     window: int | None = None
     solve: Solve | None = None
+    unseen: tuple[Expr, ...] = ()
     earlier: tuple[System, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from dsf.call.bind import Sizes
+from dsf.language.derived import derived
 from dsf.language.expr import VALUE
+from dsf.language.frame import Frame
+from dsf.language.late import early, late
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.triton import across as gpu_across
@@ -153,6 +156,21 @@ def room_of(spec: Spec) -> Any:
     if spec.acts_on_values or is_scan(spec):
         return gpu_across
     return gpu_features if gpu_features.has_features(spec) else gpu_matrix
+
+
+@derived
+def frame_of_kernels(spec: Spec) -> Frame | None:
+    """The frame of a declaration whose tokens write for the one after, where one run of the chunk kernels computes its
+    several readouts. Of a single readout `late` has as few rows, and its angles' gradients err less."""
+    found = early(spec)
+    if found is None or room_of(found.spec) is not gpu_matrix:
+        return None
+    return found if gpu_matrix.reads_together(found.spec) else None
+
+
+def frame_in_chunks(spec: Spec, backend: str) -> Frame | None:
+    """The frame that the scan and chunk forms of a backend take in place of `Spec.frame`; None for that one."""
+    return (frame_of_kernels(spec) if backend == "triton" else None) or late(spec)
 
 
 def inside(spec: Spec) -> Spec:

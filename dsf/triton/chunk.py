@@ -13,6 +13,7 @@ from dsf.call.bind import Bound, Sizes, unrounded
 from dsf.language.derived import derived
 from dsf.language.errors import InputError
 from dsf.language.expr import VALUE, children_first
+from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.triton.operands import Unfit, operands_of, written_apart
 from dsf.triton.source import Source, name_of
@@ -53,6 +54,12 @@ def channels(spec: Spec, p: int) -> int:
         return p
     parts = -(-p // LARGEST)
     return -(-p // (parts * 16)) * 16
+
+
+@derived
+def reads_together(spec: Spec) -> bool:
+    """True for a spec of several readouts that one run of the kernels computes, in place of a run for each."""
+    return bool(apart(spec)) and fits(spec)
 
 
 def fits(spec: Spec) -> bool:

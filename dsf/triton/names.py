@@ -9,6 +9,7 @@ from __future__ import annotations
 from dsf.kernels.triton.registry import Registry
 from dsf.language.derived import by_digest, living
 from dsf.language.errors import DsfError
+from dsf.language.late import early, late
 from dsf.language.reads import apart
 from dsf.language.solve import weighted
 from dsf.language.spec import Spec
@@ -33,7 +34,8 @@ def declared(name: str, content: str) -> Spec:
 
 def _derive(spec: Spec) -> None:
     """Make the systems that the kernels run in place of a declaration, which is all that a new process has."""
-    for part in (spec, spec.inner, *apart(spec), *apart(spec.inner)):
+    frames = [x.spec for x in (late(spec), early(spec)) if x is not None]
+    for part in (spec, spec.inner, *apart(spec), *apart(spec.inner), *frames):
         if features.has_features(part):
             features.featured(part)
         if part.acts_on_values or across.covers(part):

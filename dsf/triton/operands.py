@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields, replace
 
 from dsf.language.bounds import bounds
 from dsf.language.derived import derived
-from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.functions import maximum, where
 from dsf.language.operator import I, factors_of, normal_form, product_of, quotient, split_scale, summands, times
 from dsf.language.primitives import derivatives
+from dsf.language.reads import apart
 from dsf.language.spec import Row, Spec
 from dsf.language.system import System
 from dsf.triton.lines import MOST, lines_of, paid
@@ -24,6 +25,7 @@ from dsf.triton.printer import symbol
 
 ZERO, UNIT = const(0), const(1)
 TINY = 1e-24  # of dsf.kernels.triton.chunk.tiles: the kernels take smaller decays for this one
+WRITTEN = symbol(".num", frozenset({VALUE}))  # the read of a token
 GONE = -20.0  # a decay below e^-20 = 2e-9 passes on less than the rounding error of its gradient in float32
 
 
@@ -36,7 +38,8 @@ class Operands:
     when `log`, logarithms between floor and -floor; keywise: one for each key entry. ones: what drives the normaliser
     in place of values; gains: exponents of exponential gates; group: rows that act at once, as one micro-step does
     whose A sums several corrections (dsf.triton.lines), else 1. divisors: of the erases, where rows erase before
-    their decay.
+    their decay. queries: of several readouts, one for each of a token's rows, whose gates are `gates`; query and gate
+    are then unused. fresh: the write strengths that a token's own readouts see, where these are not `sources`.
     """
 
     query: Expr
@@ -57,6 +60,26 @@ class Operands:
     own: Expr | None = None
     group: int = 1
     divisors: tuple[Expr, ...] | None = None
+    queries: tuple[Expr, ...] = ()
+    gates: tuple[Expr, ...] = ()
+    fresh: tuple[Expr, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Expr, ...]:
+        """Symbols of a token's reads: one, or one for each of its rows."""
+        return tuple(Expr("input", (), (".num", row), WRITTEN.axes) for row in range(len(self.queries))) or (WRITTEN,)
+
+    @property
+    def read_out(self) -> Expr:
+        """The sum of the reads, each times its gate."""
+        gates = self.gates or (self.gate,)
+        first, *more = (times(x, gate) for x, gate in zip(self.reads, gates, strict=True) if gate is not ZERO)
+        return sum(more, first)
+
+    @property
+    def gated(self) -> bool:
+        """True where C has a factor of single channels, whose gradient needs the read."""
+        return self.gate is not UNIT or bool(self.gates)
 
     @property
     def divided(self) -> tuple[Expr, ...]:
@@ -143,6 +166,9 @@ def operands_of(spec: Spec) -> Operands:
     keys, sources, values, erases = (tuple(x) for x in zip(*rows, strict=True))
     gate, core = spec.gated_read
     read, query = split_scale(core)
+    several = [part.gated_read for part in apart(spec)]
+    if several:
+        gate, read, query = UNIT, UNIT, ZERO
     ones = None
     if spec.ones is not None:
         ones = tuple(line.terms[0].value if line.terms else ZERO for line in ones_lines)
@@ -160,6 +186,8 @@ def operands_of(spec: Spec) -> Operands:
         query, read, keys, values, sources, erases if spec.rank else None, None if plain else decays,
         logs is not None, keywise, ones, gains, gate, rights=rights, group=group, divisors=divisors,
     )  # fmt: skip
+    if several or spec.system.unseen:
+        found = _read_together(spec, found, several)
     if general:
         found = _rank_one(spec, found, lines)
     _check_printable(spec, found)
@@ -188,6 +216,30 @@ def written_apart(spec: Spec) -> Spec:
         steps += [System(A=I, B=part) for part in parts[1:]]
     last = replace(spec.system, A=steps[-1].A, B=steps[-1].B, earlier=tuple(steps[:-1]), drive=spec.drives or None)
     return replace(spec, system=last)
+
+
+def _read_together(spec: Spec, found: Operands, several: list[tuple[Expr, Expr]]) -> Operands:
+    """The operands of tokens whose readouts, one in each row, see what all their rows write. several: (gate, key) of
+    every readout where there are several."""
+    system, still = spec.system, ZERO if found.log else UNIT
+    plain = found.erases is None and not (found.keywise or spec.rank) and system.read == "after"
+    if not plain or any(x is not still for x in (found.decays or ())[1:]):
+        raise Unfit("the matrix kernels take several readouts of tokens that decay alike for all keys, and then write")
+    if len(several) > found.rows or (system.unseen and not found.log):
+        raise Unfit(f"the matrix kernels take at most one readout for each write, got {len(several)} for {found.rows}")
+    rows = 1 << (found.rows - 1).bit_length()  # of a token; chunks then hold whole tokens
+
+    def filled(x: tuple[Expr, ...], rest: Expr) -> tuple[Expr, ...]:
+        return (*x, *[rest] * (rows - len(x)))
+
+    queries, gates = ((), ()) if not several else (filled(tuple(x[i] for x in several), ZERO) for i in (1, 0))
+    sources = filled(found.sources, ZERO)
+    nothing = dict.fromkeys(system.unseen, ZERO)
+    return replace(
+        found, queries=queries, gates=gates, keys=filled(found.keys, ZERO), values=filled(found.values, ZERO),
+        sources=sources, decays=None if found.decays is None else filled(found.decays, still),
+        fresh=tuple(substitute(x, nothing) for x in sources) if nothing else (),
+    )  # fmt: skip
 
 
 def _check_printable(spec: Spec, found: Operands) -> None:

@@ -29,7 +29,7 @@ from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.stabilise import FLOOR
-from dsf.triton.operands import UNIT, ZERO, Operands
+from dsf.triton.operands import UNIT, WRITTEN, ZERO, Operands
 from dsf.triton.print_pointwise import Body, Writer
 from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indented, pairing, symbol
 from dsf.triton.source import Source, file_of
@@ -38,7 +38,7 @@ SCALAR: frozenset[str] = frozenset()
 TURNED = ("left", "right", "decay")  # operands of a transition that is diagonal plus rank one
 # Values besides the inputs; no input has a dot in its name.
 BEFORE, AFTER, READ = (symbol(f".level_{x}", SCALAR) for x in ("before", "after", "read"))
-WRITTEN, WEIGHT, GIVEN = symbol(".num", frozenset({VALUE})), symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
+WEIGHT, GIVEN = symbol(".den", SCALAR), symbol(".dy", frozenset({VALUE}))
 Y, MORE = symbol(".y", frozenset({VALUE})), symbol(".more", frozenset({VALUE}))  # MORE: y's rounding error, if stored
 
 
@@ -79,11 +79,11 @@ class _Writer(Writer):
 
     def _operand_roots(self) -> list[Root]:
         ops, many = self.ops, self.ops.rows > 1
-        roots = [Root(ops.query, "query", frozenset({KEY}), None)]
+        roots = [Root(x, "query", frozenset({KEY}), m) for m, x in enumerate(ops.queries)]
+        roots = roots or [Root(ops.query, "query", frozenset({KEY}), None)]
         if ops.read is not UNIT:
             roots.append(Root(ops.read, "read", SCALAR, None))
-        sources = list(ops.sources)
-        decays = list(ops.decays or [])
+        sources, decays = list(ops.sources), list(ops.decays or [])
         if ops.gains is not None:
             moved = BEFORE - AFTER
             decays = [x + moved if ops.log else x * exp(moved) for x in decays]
@@ -98,7 +98,8 @@ class _Writer(Writer):
             ("key", keys, frozenset({KEY})), ("left", lefts, frozenset({KEY})), ("right", rights, frozenset({KEY})),
             ("value", ops.values, frozenset({VALUE})),
             ("ones", ones, SCALAR), ("source", [] if all(x is UNIT for x in sources) else sources, SCALAR),
-            ("erase", ops.divided, SCALAR), ("own", [] if ops.own is None else [ops.own], SCALAR),
+            ("erase", ops.divided, SCALAR), ("fresh", ops.fresh, SCALAR),
+            ("own", [] if ops.own is None else [ops.own], SCALAR),
             ("decay", decays, frozenset({KEY}) if ops.keywise else SCALAR),
         ]  # fmt: skip
         for name, exprs, axes in rows:
@@ -124,19 +125,14 @@ class _Writer(Writer):
         """y as an expression of NUM, DEN and the inputs; None where the read is y."""
         spec, skip = self.spec, self.spec.system.D if self.ops.own is None else ZERO
         if spec.rule is None:
-            read = times(WRITTEN, self.ops.gate)
-            return read + skip if skip is not ZERO else read if self.gated else None
+            read = self.ops.read_out
+            return read + skip if skip is not ZERO else read if self.ops.gated else None
         num, den = WRITTEN, WEIGHT
         if skip is not ZERO:
             assert spec.ones is not None
             num, den = num + skip, den + spec.ones.system.D
         one = UNIT if self.ops.gains is None else exp(minimum(-READ, 80.0))
         return substitute(spec.rule, {NUM: num, DEN: den, ONE: one})
-
-    @property
-    def gated(self) -> bool:
-        """True where C has a factor of single channels, whose gradient needs the read."""
-        return self.ops.gate is not UNIT
 
     def _factor(self) -> Expr | None:
         """The factor in y = num · factor, if it depends on the denominator alone (a plain quotient); else None."""
@@ -230,7 +226,7 @@ class _Writer(Writer):
     def _beside(self) -> tuple[Expr, Expr] | None:
         """The values and the Param of a skip, where the chunk kernels can compute its gradients; else None."""
         ops, skip = self.ops, self.spec.system.D
-        other = self.gated or self.spec.rule is not None or ops.erases or ops.keywise
+        other = self.ops.gated or self.spec.rule is not None or ops.erases or ops.keywise
         if self.y is None or other or self.finish() is None:
             return None
         found = inputs_of(skip)
@@ -255,7 +251,7 @@ class _Writer(Writer):
 
     def readout(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Stores y where the walk cannot compute it, or where a backward pass needs the read."""
-        if self.y is None or (self.finish() is not None and not self.gated):
+        if self.y is None or (self.finish() is not None and not self.ops.gated):
             return None
         stores = [(self.y, Access(".y", None, True, False, True, True))]
         if self.factor is not None:
@@ -269,17 +265,21 @@ class _Writer(Writer):
         kernels can use y's gradient as that of the read, and den's gradient, from Σ dy·num = Σ dy·y / factor. That sum
         takes y with more digits than y is returned in, because its terms nearly cancel.
         """
-        if self.y is None or (self.spec.rule is None and not self.gated):
+        if self.y is None or (self.spec.rule is None and not self.ops.gated):
             return None
         if self.factor is not None:
             moved = derivatives(self.factor, UNIT, [WEIGHT])[0] / self.factor
             slope = moved * (pairing([(GIVEN, Expr("with_rest", (Y, MORE)))]) / self.factor)
             factor, den = (Access(name, None, True, False, False, True) for name in (".factor", ".dden"))
             return self.function("readout_adjoint", [(times(self.ops.read, self.factor), factor), (slope, den)])
-        slopes = derivatives(pairing([(self.y, GIVEN)]), UNIT, [WRITTEN, WEIGHT])
-        num = (slopes[0], Access(".dnum", None, True, False, True, True))
-        if self.gated:
-            return self.function("readout_adjoint", [num])
+        *slopes, of_den = derivatives(pairing([(self.y, GIVEN)]), UNIT, [*self.ops.reads, WEIGHT])
+        every = [
+            (slope, Access(".dnum", x.attrs[1], True, False, True, True))
+            for slope, x in zip(slopes, self.ops.reads, strict=True)
+        ]
+        if self.ops.gated:
+            return self.function("readout_adjoint", every)
+        (num,) = every
         den = Access(".dtail", None, True, False, True, True, tail=True)
         if not self.column:
             den = Access(".dden", None, True, False, False, True)
@@ -287,7 +287,7 @@ class _Writer(Writer):
         # since the two nearly cancel where a sequence is short.
         kept = Expr("round_to", (slopes[0],), (".dnum",)) / slopes[0]
         given = times(GIVEN, where(absolute(slopes[0]) > 0, kept, 1.0))
-        return self.function("readout_adjoint", [num, (substitute(slopes[1], {GIVEN: given}), den)])
+        return self.function("readout_adjoint", [num, (substitute(of_den, {GIVEN: given}), den)])
 
     def direct(self) -> dict[str, str]:
         """Inputs whose gradient is exactly the kernels' gradient of one operand: {input: operand}."""
@@ -372,7 +372,7 @@ class _Writer(Writer):
         return source, self._program(accesses)
 
     def _program(self, accesses: Mapping[str, tuple[Access, ...]]) -> Program:
-        roles, made = {}, []
+        ops, roles, made = self.ops, {}, []
         for name in self._names():
             mine = [r for r in self.roots if r.name == name]
             positive = all(bounds(r.expr)[0] >= 0 for r in mine)
@@ -382,16 +382,16 @@ class _Writer(Writer):
             used = {x.attrs[0] for r in mine for x in inputs_of(r.expr)} & self.kinds.keys()
             if name == "value" and self.column and self.ops.ones is not None:
                 used |= {x.attrs[0] for e in self.ops.ones for x in inputs_of(e)} & self.kinds.keys()
-            rows = self.ops.rows if mine[0].step is not None else 1
+            rows = ops.rows if mine[0].step is not None else 1
             made.append(Made(name, KEY in mine[0].axes, VALUE in mine[0].axes, rows, tuple(sorted(used))))
         kinds = self.kinds.items()
         inputs = tuple(Access(name, x.steps, x.time, KEY in x.axes, VALUE in x.axes) for name, x in kinds)
         return Program(
-            inputs, roles, tuple(made), self.direct(), self.ops.rows, self.spec.system.read == "before",
-            self.ops.log, self.ops.keywise, self.ops.ones is not None, self.column, self.gated, self.factor is not None,
-            None if self.beside is None else self.beside[1].attrs[0], self.ops.gains is not None,
-            self.ops.floor if self.ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
-            self.ops.group, self.ops.divisors is not None,
+            inputs, roles, tuple(made), self.direct(), ops.rows, self.spec.system.read == "before",
+            ops.log, ops.keywise, ops.ones is not None, self.column, ops.gated, self.factor is not None,
+            None if self.beside is None else self.beside[1].attrs[0], ops.gains is not None,
+            ops.floor if ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
+            ops.group, ops.divisors is not None, len(ops.queries) or 1, ops.rows if ops.queries or ops.fresh else 1,
         )  # fmt: skip
 
 

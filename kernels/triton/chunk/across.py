@@ -33,9 +33,9 @@ from dsf.kernels.triton.chunk.keywise import (
     rounded,
     store_chunk,
 )
+from dsf.kernels.triton.chunk.scalars import SOURCE
 from dsf.kernels.triton.chunk.tiles import (
     LOG_TINY,
-    SOURCE,
     load_rows,
     product,
     running_sums,

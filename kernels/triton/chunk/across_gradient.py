@@ -29,7 +29,8 @@ from dsf.kernels.triton.chunk.keywise import (
     rounded,
     store_chunk,
 )
-from dsf.kernels.triton.chunk.tiles import SOURCE, load_rows, product, split, store_rows
+from dsf.kernels.triton.chunk.scalars import SOURCE
+from dsf.kernels.triton.chunk.tiles import load_rows, product, split, store_rows
 from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
 from dsf.kernels.triton.structs import of_head
 

@@ -42,7 +42,7 @@ class ChunkCall(Pointwise):
         """Run the prologue. Returns the operands that are not bare inputs, in order."""
         made = []
         for m in self.program.made:
-            rows = (m.rows,) if self.program.micro > 1 and m.name not in ("query", "read") else ()
+            rows = (m.rows,) if m.rows > 1 else ()
             if m.key or m.value:
                 size = self.n if m.key else self.columns
                 kind = torch.float32 if m.name in ("decay", "left") else self.dtype
@@ -65,7 +65,7 @@ class ChunkCall(Pointwise):
                 self.tensors[".values"] = x
 
     def operand(self, name: str) -> Tensor | None:
-        """An operand of the chunk kernels, [B, rows, H, ·]; query and read have one row a token."""
+        """An operand of the chunk kernels, [B, rows, H, ·]; read and the query of one readout have one row a token."""
         role = self.program.roles.get(name)
         if name == "read" and ".factor" in self.tensors:
             return self.tensors[".factor"]
@@ -93,7 +93,7 @@ class ChunkCall(Pointwise):
             return None
         if self.program.before:  # last rows of packed sequences get the next one's; unused
             x = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
-        if self.program.micro > 1:
+        if self.program.micro > 1 and self.program.reads == 1:
             x = last_rows(x, self.program.micro)
         return x
 
@@ -145,7 +145,10 @@ class ChunkCall(Pointwise):
         found |= {"read": self.reading("read"), "heads": self.heads, "log": self.program.log}
         positive = "source" in self.program.roles and self.program.roles["source"].positive
         known = self.program
-        found["traits"] = Traits(positive, known.group, known.undecayed, self.operand("right"), known.precise)
+        found["traits"] = Traits(
+            positive, known.group, known.undecayed, self.operand("right"), known.precise, known.together,
+            self.operand("fresh"),
+        )  # fmt: skip
         normal = None
         if self.inside:
             start, column = self.split(start)

@@ -10,22 +10,19 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.keywise import last_running
-from dsf.kernels.triton.chunk.states import place_of_state, store_state
-from dsf.kernels.triton.chunk.tiles import (
+from dsf.kernels.triton.chunk.scalars import (
     ERASE,
     PREFIX_ERASE,
     READ,
     SOURCE,
     between,
-    first_term,
-    load_rows,
-    product,
     read_scale,
-    split,
-    store_rows,
+    strength_seen,
     total_of,
     written_scale,
 )
+from dsf.kernels.triton.chunk.states import place_of_state, store_state
+from dsf.kernels.triton.chunk.tiles import first_term, load_rows, product, split, store_rows
 from dsf.kernels.triton.chunk.triangle import load_lower
 from dsf.kernels.triton.chunk.walk import (
     Walk,
@@ -265,7 +262,7 @@ def _read(
     elif not C.SCORED:
         scores = tl.where(part.causal, scores, 0.0)
     if C.SCALED and not C.DELTA and C.SCALED != 2:
-        scores *= tl.load(x.scalars + SOURCE * sizes.plane + rows)[None, :]
+        scores *= strength_seen(x.scalars, sizes.plane, rows, part.local, False, C)
     if normal.weights is not None:
         den = _read_normal(den, scores, early, rows, x, normal, part, sizes, C)
     if not (C.SCORED and C.DELTA):

@@ -33,20 +33,16 @@ from dsf.kernels.triton.chunk.gradient_parts import (
     spanning,
     weigh,
 )
+from dsf.kernels.triton.chunk.scalars import ERASE, READ, prefix_of, strength_seen, total_of, turned
 from dsf.kernels.triton.chunk.states import load_state, place_of_state, times_state
 from dsf.kernels.triton.chunk.tiles import (
-    ERASE,
-    READ,
-    SOURCE,
     load_rows,
     load_terms,
-    prefix_of,
     product,
+    seen_by,
     split,
     store_rows,
-    total_of,
     turn,
-    turned,
 )
 from dsf.kernels.triton.chunk.write_gradient import of_writes
 from dsf.kernels.triton.packed import place_of_chunk, slot_to_read
@@ -142,9 +138,9 @@ def _of_reads(x, known, to, at_row, beside, here, sizes, C: tl.constexpr):
     yx = product((x.dy, x.dy), turn(x.written), 1, C.TERMS, C.PRECISION)
     if C.NORMAL:
         yx += beside.slope[:, None] * beside.drive[None, :]
-    yx = weigh(yx, scalars, sizes.plane, rows, local[:, None] >= local[None, :], False, C)
+    yx = weigh(yx, scalars, sizes.plane, rows, seen_by(local, False, C.TOGETHER), False, C)
     if C.SCALED and not C.DELTA:
-        yx *= tl.load(scalars + SOURCE * sizes.plane + rows)[None, :]
+        yx *= strength_seen(scalars, sizes.plane, rows, local, False, C)
     if C.DECAY:
         pairs = tl.dot(x.q, tl.trans(x.k), input_precision=C.PRECISION) * yx
         if C.READ_SCALED:

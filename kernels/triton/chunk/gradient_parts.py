@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.chunk.scalars import between
 from dsf.kernels.triton.chunk.tiles import (
     TINY,
     Chunked,
-    between,
     is_later,
     load_rows,
     load_terms,

@@ -33,10 +33,8 @@ from dsf.kernels.triton.chunk.keywise import (
     power,
     rounded,
 )
+from dsf.kernels.triton.chunk.scalars import ERASE, READ, SOURCE
 from dsf.kernels.triton.chunk.tiles import (
-    ERASE,
-    READ,
-    SOURCE,
     is_later,
     load_rows,
     load_terms,

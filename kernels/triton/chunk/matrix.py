@@ -27,7 +27,7 @@ from dsf.kernels.triton.chunk.precision import decay_gradient, decay_kind, terms
 from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
-from dsf.kernels.triton.chunk.table import Tiles, finer, limits, lower, segments, sharing, stretches, tiles
+from dsf.kernels.triton.chunk.table import Tiles, cut, limits, lower, sharing, stretches, tiles
 from dsf.kernels.triton.chunk.tiles import arithmetic
 from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, prepared_scalars, reverse, transform
 from dsf.kernels.triton.launch import constant
@@ -53,13 +53,16 @@ class Traits(NamedTuple):
     """What is known of a call's rows: positive: no write strength is negative; group: so many rows, a power of two, act
     at once, as corrections of one sum. Only the first of them has a decay. undecayed: rows erase before their decay, by
     which b is divided. right: the rows r [B, T, Hr, N] along which is erased, None for those of k. precise: as Program
-    has it."""
+    has it. together: rows of a token, each of which reads what all of them write; fresh: the write strengths
+    [B, T, H] that a token's own reads see, None for s (`Chunked`)."""
 
     positive: bool = False
     group: int = 1
     undecayed: bool = False
     right: Tensor | None = None
     precise: bool = False
+    together: int = 1
+    fresh: Tensor | None = None
 
 
 class _Call:
@@ -87,7 +90,7 @@ class _Call:
         self.terms = terms(self.tiles.precision, q.dtype, self.kind, self.delta, back)
         self.chunks = -(-self.tokens // self.tiles.chunk)
         self.lanes = self.batch * heads
-        self.count, self.span, self.finer = _cut(
+        self.count, self.span, self.finer = cut(
             self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device,
             self.kind == "scalar" and packed is None,
         )  # fmt: skip
@@ -104,7 +107,8 @@ class _Call:
         kind, precision = arithmetic(q.dtype, self.delta or normal is not None, self.tiles.exact)
         self.fine = precision != "tf32"
         exponents = self.decay == 1 and not (self.delta or self.fine)  # where exponents have enough digits
-        if traits.positive and s is not None and exponents:
+        self.together, self.fresh = traits.together, traits.fresh
+        if traits.positive and s is not None and exponents and self.fresh is None:
             self.scaled = 2
         self.scored = self.delta and self.decay != 0  # the transform writes the scores beside the inverse
         triangles = self.terms.states + self.scored * self.terms.scores
@@ -117,6 +121,7 @@ class _Call:
         self.common = self.sizes | {
             "DECAY": self.decay, "KEYWISE": self.keywise, "DELTA": self.delta, "SCALED": self.scaled,
             "READ_SCALED": self.read, "GROUP": traits.group, "UNDECAYED": traits.undecayed,
+            "TOGETHER": self.together, "FRESH": self.fresh is not None,
         }  # fmt: skip
         self.key_block = self.tiles.gradient_keys
         if q.dtype != torch.bfloat16:  # narrower blocks of keys gave wrong results
@@ -127,7 +132,7 @@ class _Call:
             if normal is not None:
                 normal.added = ahead[1]
         else:
-            self.scalars = prepared_scalars(self, None if self.keywise else g, s, b, c)
+            self.scalars = prepared_scalars(self, None if self.keywise else g, s, b if self.delta else self.fresh, c)
         self.running = self.first_levels = self.scores = self.system = q
         self.reads, self.writes, self.erased = q, k, k  # rows that the walks multiply with states
         self.rest_of_reads = self.rest_of_writes = q  # their rounding errors, or those of scores
@@ -258,20 +263,6 @@ class _Call:
         return -(-self.chunks // stretches(self.chunks * self.lanes, most, self.delta))
 
 
-def _cut(
-    found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device, alone: bool
-) -> tuple[int, int, int]:  # fmt: skip
-    """(number of parallel segments of T, chunks a segment, pieces a segment).
-
-    alone: scalar decays without packing, whose pieces need no walk.
-    """
-    count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
-    span = -(-chunks // count)
-    pieces = finer(span) if count > 1 and alone and not delta else 1
-    span += -span % pieces
-    return -(-chunks // span), span, pieces
-
-
 def _chunk_matrix(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, source: Tensor | None, erase: Tensor | None,
     read: Tensor | None, state: Tensor | None, heads: int, log: bool, final: bool, wide: bool,
@@ -309,6 +300,7 @@ def _chunk_matrix_backward(
     held: Sequence[Tensor] = (), wanted: Wanted = Wanted(),  # noqa: B008
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k [B, T, H, N], v [B, T, H, P], the four scalars [B, T, H], r and the state; empty where absent.
+    That of fresh write strengths stands in the place of that of b.
 
     kept: by the forward pass, if it did. held: `_Call.ahead` and, with segments, what `Held` has, if found before.
     """
@@ -349,7 +341,7 @@ def _chunk_matrix_backward(
         dr = call.empty(*parts, call.n, dtype=kinds[3] if pieces == 1 else torch.float32)
     scalars = [
         call.empty(*(parts if x is not None else (1, 0)), dtype=torch.float32)
-        for x in (decay, source, erase, read if wanted.read else None)
+        for x in (decay, source, erase if delta else call.fresh, read if wanted.read else None)
     ]
     roles = t.gradient_roles if together == 1 else 2
     read_wanted = wanted.read and read is not None

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
-from dsf.kernels.triton.chunk.tiles import TOTAL
+from dsf.kernels.triton.chunk.scalars import TOTAL
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import chunks_of
 

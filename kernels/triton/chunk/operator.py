@@ -78,7 +78,8 @@ def _forward(
     y, ends, kept, den = _chunks(call, start, wide, keep, held[:split] if held else ())
     if known.micro > 1:
         last_of_token = slice(known.micro - 1, None, known.micro)
-        y, den = y[:, last_of_token], None if den is None else den[:, last_of_token]
+        y = y.unflatten(1, (call.tokens, known.micro)) if known.reads > 1 else y[:, last_of_token]
+        den = None if den is None else den[:, last_of_token]
     if known.before:
         first_read = read_first(call, start, y)
         y = call.later(y, first_read[..., : y.shape[-1]])
@@ -132,7 +133,7 @@ def _chunk_gradients(
     known, micro = call.program, call.program.micro
     d_first, dy, slope, dfinal = by_row(call, dy, slope, dfinal)
     found, first = _unchunk(call, dy, slope, dfinal, start, kept, held, turned)
-    token = {name: x for name, x in found.items() if name in ("query", "read")}
+    token = {name: x for name, x in found.items() if name == "read" or (name == "query" and known.reads == 1)}
     sums = {"skip": found.pop("skip")} if "skip" in found else {}
     rows = {name: x for name, x in found.items() if name not in token}
     if micro > 1:
@@ -164,7 +165,8 @@ def _unchunk(
     if call.program.skip is not None:
         f = call.program.functions
         skip = Skip(f.finish_loads, f.skip_adjoint, call.arguments(call.program.accesses["finish"]))
-    names = ("query", "key", "value", "decay", "source", "erase", "read", "right")
+    of_erase = "fresh" if "fresh" in call.program.roles else "erase"
+    names = ("query", "key", "value", "decay", "source", of_erase, "read", "right")
     direct = {*call.program.direct.values()}
     summed = {"query", "key"} <= direct and not call.program.before
     fine = {call.program.direct.get(role) for role in turned.fine}

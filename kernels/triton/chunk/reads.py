@@ -39,7 +39,9 @@ def read_gradient(call: ChunkCall, dy: Tensor, held: Sequence[Tensor] = ()) -> t
         call.tensors |= {".dden": of_den, ".factor": factor}
         out, slope = dy, of_den
     else:
-        out = held[0] if held else call.empty(call.batch, call.tokens, call.heads, call.columns, dtype=call.dtype)
+        rows = (call.program.micro,) if call.program.reads > 1 else ()
+        shape = (call.batch, call.tokens, *rows, call.heads, call.columns)
+        out = held[0] if held else call.empty(*shape, dtype=call.dtype)
         slope = None
         if call.inside:
             slope = held[1] if held else call.empty(call.batch, call.heads, call.tokens).movedim(1, -1)
@@ -108,7 +110,9 @@ def by_row(
         if slope is not None:
             d_first = torch.cat([d_first.float(), call.first(slope).unsqueeze(-1)], dim=-1)
         dy, slope = call.earlier(dy), None if slope is None else call.earlier(slope)
-    if micro > 1:
+    if known.reads > 1:
+        dy = dy.flatten(1, 2)
+    elif micro > 1:
         dy, slope = last_rows(dy, micro), None if slope is None else last_rows(slope, micro)
     if dfinal is not None and known.column:
         dfinal = torch.nn.functional.pad(dfinal[..., : call.p + 1], (0, call.columns - call.p - 1)).contiguous()

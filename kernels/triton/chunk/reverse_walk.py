@@ -10,23 +10,18 @@ import triton.language as tl
 
 from dsf.kernels.triton.chunk.forward_walk import forward_walk
 from dsf.kernels.triton.chunk.keywise import last_running
-from dsf.kernels.triton.chunk.states import place_of_state, store_state
-from dsf.kernels.triton.chunk.tiles import (
+from dsf.kernels.triton.chunk.scalars import (
     ERASE,
     PREFIX_ERASE,
     READ,
     SOURCE,
-    first_term,
-    load_rows,
-    product,
     read_scale,
-    split,
-    store_rows,
     suffix_of,
     total_of,
-    turn,
     turned,
 )
+from dsf.kernels.triton.chunk.states import place_of_state, store_state
+from dsf.kernels.triton.chunk.tiles import first_term, load_rows, product, split, store_rows, turn
 from dsf.kernels.triton.chunk.triangle import load_lower
 from dsf.kernels.triton.chunk.walk import (
     Walk,

@@ -81,7 +81,8 @@ def stretches_of(
 
 def in_turn(call: _Call) -> int:
     """How many consecutive heads one program may process in turn: those that share q and k; 1 but for decays alone."""
-    if call.delta or call.keywise or call.normal is not None:
+    apart = call.together > 1 or call.fresh is not None  # what that kernel does not know
+    if call.delta or call.keywise or call.normal is not None or apart:
         return 1
     return math.gcd(call.heads // call.q.shape[2], call.heads // call.k.shape[2])
 

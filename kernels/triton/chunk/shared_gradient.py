@@ -16,22 +16,18 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.gradient_parts import Gradients, Known, decay_gradient, spanning
-from dsf.kernels.triton.chunk.tiles import (
+from dsf.kernels.triton.chunk.scalars import (
     READ,
     SOURCE,
     TOTAL,
-    Chunked,
     between,
-    load_rows,
     prefix_of,
-    product,
     read_scale,
-    split,
-    store_rows,
     suffix_of,
     turned,
     written_scale,
 )
+from dsf.kernels.triton.chunk.tiles import Chunked, load_rows, product, split, store_rows
 from dsf.kernels.triton.structs import Numbers, Rows, of_head
 
 

@@ -13,14 +13,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import (
-    TOTAL,
-    Chunked,
-    first_term,
-    load_rows,
-    read_scale,
-    written_scale,
-)
+from dsf.kernels.triton.chunk.scalars import TOTAL, read_scale, written_scale
+from dsf.kernels.triton.chunk.tiles import Chunked, first_term, load_rows
 from dsf.kernels.triton.packed import place_of_segment, segments_of
 from dsf.kernels.triton.structs import of_head
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import ERASE, READ, Chunked, between, is_later, load_rows, product, split
+from dsf.kernels.triton.chunk.scalars import ERASE, READ, between
+from dsf.kernels.triton.chunk.tiles import Chunked, is_later, load_rows, product, split
 from dsf.kernels.triton.chunk.triangle import store_lower
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head

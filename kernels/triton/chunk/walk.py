@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import Chunked, load_rows, load_terms, store_terms
+from dsf.kernels.triton.chunk.tiles import Chunked, load_rows, load_terms, seen_by, store_terms
 from dsf.kernels.triton.chunk.triangle import load_lower
 from dsf.kernels.triton.structs import alike, of_head
 
@@ -106,7 +106,7 @@ def part_of(piece, lane, shift, end, sizes, REVERSE: tl.constexpr, C: tl.constex
     """The Part of a program."""
     row = lane // sizes.heads * sizes.tokens * sizes.heads + lane % sizes.heads
     keys, columns, local = tl.arange(0, C.BN), piece * C.BP + tl.arange(0, C.BP), tl.arange(0, C.L)
-    causal = local[:, None] <= local[None, :] if REVERSE else local[:, None] >= local[None, :]
+    causal = seen_by(local, REVERSE, C.TOGETHER)
     place = keys[:, None].to(tl.int64) * C.P + columns[None, :]
     inside = (keys[:, None] < C.N) & (columns[None, :] < C.P)
     return Part(piece, lane, row, shift, end, keys, columns, local, causal, place, inside)

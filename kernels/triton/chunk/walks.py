@@ -17,9 +17,9 @@ from torch import Tensor
 from dsf.kernels.triton.chunk.forward_walk import ForwardWalk, Normal, Outputs, forward_walk
 from dsf.kernels.triton.chunk.normaliser import by_lane
 from dsf.kernels.triton.chunk.reverse_walk import AdjointOutputs, ReverseWalk, Values, both_walks, reverse_walk
+from dsf.kernels.triton.chunk.scalars import PLANES, Prepare, prepare
 from dsf.kernels.triton.chunk.sums import Sum, combine_moves, combine_segments, sum_piece
 from dsf.kernels.triton.chunk.table import limits, lower
-from dsf.kernels.triton.chunk.tiles import PLANES, Prepare, prepare
 from dsf.kernels.triton.chunk.transform import Transform, delta_transform
 from dsf.kernels.triton.chunk.walk import Operands
 from dsf.kernels.triton.launch import launch

@@ -11,20 +11,26 @@ from dsf.kernels.triton.chunk.gradient_parts import (
     place_of,
     weigh,
 )
-from dsf.kernels.triton.chunk.states import load_state, times_slices, times_state
-from dsf.kernels.triton.chunk.tiles import (
+from dsf.kernels.triton.chunk.scalars import (
     ERASE,
+    FRESH_SOURCE,
     READ,
     SOURCE,
+    prefix_of,
+    strength_seen,
+    suffix_of,
+    turned,
+)
+from dsf.kernels.triton.chunk.states import load_state, times_slices, times_state
+from dsf.kernels.triton.chunk.tiles import (
     is_later,
     load_rows,
-    prefix_of,
+    of_one_token,
     product,
+    seen_by,
     split,
     store_rows,
-    suffix_of,
     turn,
-    turned,
     whole,
 )
 
@@ -41,7 +47,7 @@ def of_writes(
     """
     scalars, rows, local, rows_q, given = known.scalars, here.rows, here.local, x.q, x.dy
     at = here.part + rows.to(tl.int64) * sizes.heads
-    before = local[:, None] <= local[None, :]
+    before = seen_by(local, True, C.TOGETHER)
     place = place_of(at, here, C)
     dv, wide = to.dv + here.flat * C.P, sizes.heads * C.P
     grad = tl.zeros([C.L], tl.float32)
@@ -77,6 +83,9 @@ def of_writes(
     xy = weigh(xy, scalars, sizes.plane, rows, before, True, C)
     if C.READ_SCALED:
         xy *= tl.load(scalars + READ * sizes.plane + rows)[None, :]
+    if C.FRESH:
+        same = of_one_token(local, C.TOGETHER)
+        own, xy = tl.where(same, xy, 0.0), tl.where(same, 0.0, xy)
     z = product(split(xy, C.PAIR_TERMS, C.KIND), (rows_q, rows_q), C.PAIR_TERMS, 1, C.PRECISION, z)
     if WALKED:
         f, state = _later(known, place, here, C)
@@ -94,6 +103,10 @@ def of_writes(
             tl.store(to.ds + at, turned(of_source, scalars, sizes.plane, rows, C.DECAY), mask=rows < here.end)
         if C.SCALED:
             z *= tl.load(scalars + SOURCE * sizes.plane + rows)[:, None]
+        if C.FRESH:
+            own = product(split(own, C.PAIR_TERMS, C.KIND), (rows_q, rows_q), C.PAIR_TERMS, 1, C.PRECISION)
+            tl.store(to.db + at, tl.sum(own * x.k.to(tl.float32), axis=1), mask=rows < here.end)
+            z += own * tl.load(scalars + FRESH_SOURCE * sizes.plane + rows)[:, None]
         grad_v = _of_read_values(rows_q, given, x.k, adjoint, normal, d_ones, beside, known, here, sizes, C)
     store_rows(to.dk + at_row, sizes.heads * C.N, rows, here.end, here.keys, C.N, C.BN, z)
     if C.SKIP is not None:
@@ -171,7 +184,7 @@ def _of_read_values(rows_q, given, rows_k, adjoint, normal, d_ones, beside, know
     """dv without a delta rule; stores the gradient of what drives the normaliser."""
     scalars, rows = known.scalars, here.rows
     scores = tl.dot(rows_k, tl.trans(rows_q), input_precision=C.PRECISION)
-    scores = weigh(scores, scalars, sizes.plane, rows, here.local[:, None] <= here.local[None, :], True, C)
+    scores = weigh(scores, scalars, sizes.plane, rows, seen_by(here.local, True, C.TOGETHER), True, C)
     grad_v = times_slices(rows_k, adjoint, C.PRECISION)
     if C.DECAY:
         grad_v *= suffix_of(scalars, sizes.plane, rows)[:, None]
@@ -185,7 +198,10 @@ def _of_read_values(rows_q, given, rows_k, adjoint, normal, d_ones, beside, know
         if C.SCALED:
             of_drive *= tl.load(scalars + SOURCE * sizes.plane + rows)
         tl.store(normal.d_ones + d_ones + rows, of_drive, mask=(rows < here.end) & (tl.program_id(2) == 0))
+    if C.FRESH:  # the strength of a row depends on who reads it
+        grad_v *= tl.load(scalars + SOURCE * sizes.plane + rows)[:, None]
+        scores *= strength_seen(scalars, sizes.plane, rows, here.local, True, C)
     grad_v = product(split(scores, C.PAIR_TERMS, C.KIND), (given, given), C.PAIR_TERMS, 1, C.PRECISION, grad_v)
-    if C.SCALED:
+    if C.SCALED and not C.FRESH:
         grad_v *= tl.load(scalars + SOURCE * sizes.plane + rows)[:, None]
     return grad_v

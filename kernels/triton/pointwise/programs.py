@@ -97,7 +97,9 @@ class Program:
     between it and -floor (transitions that are diagonal plus rank one, else None); vectors: inputs of left, right and
     decay whose gradients the chunk kernels compute; accesses: the tensors of each printed function; group: rows of one
     micro-step, several where it sums corrections; undecayed: rows erase before their decay, which divides the erases;
-    precise: bfloat16 products of decays by head have two terms, where sums of several systems' gradients cancel.
+    precise: bfloat16 products of decays by head have two terms, where sums of several systems' gradients cancel; reads:
+    a token's readouts, several of which stand in its rows; together: rows that see what all of them write, 1 or a
+    token's.
     """
 
     inputs: tuple[Access, ...]
@@ -119,6 +121,8 @@ class Program:
     accesses: Mapping[str, tuple[Access, ...]]
     group: int = 1
     undecayed: bool = False
+    reads: int = 1
+    together: int = 1
     precise: bool = field(default=False, repr=False)
     functions: Any = field(default=None, compare=False)
 

@@ -82,6 +82,7 @@ class Turn(Config):
     FINE: sums within a chunk are in float64, too. COUNT vectors, of which those in the bits of DELAYED are stored at
     the token after their own, and to those in the bits of BIASED a vector of each head is added first. DOT: the dot
     product of the first vector and the one with this number is stored, 0: none. STARTED: sequences begin with a state.
+    ROWS of consecutive vectors lie side by side: theirs are [B, T, ROWS, H, 2 PAIRS].
     """
 
     PAIRS: int
@@ -94,6 +95,7 @@ class Turn(Config):
     BIASED: int
     DOT: int
     STARTED: bool
+    ROWS: int
 
 
 @triton.jit
@@ -169,9 +171,12 @@ def _biased(x, i: tl.constexpr, biases, here, C: tl.constexpr):
 
 
 @triton.jit
-def _store(to, heads, here, rows, there, low, high, C: tl.constexpr):
-    """Store pairs as rows of a contiguous tensor [B, T, H, 2 PAIRS]."""
-    at = to + (here.flat + rows.to(tl.int64) * heads)[:, None] * (2 * C.PAIRS) + here.places[None, :]
+def _store(to, heads, here, rows, there, low, high, ROWS: tl.constexpr, C: tl.constexpr):
+    """Store pairs as rows of a contiguous tensor [B, T, H, 2 PAIRS], or as one of ROWS of [B, T, ROWS, H, 2 PAIRS]."""
+    flat = here.flat + rows.to(tl.int64) * heads
+    if ROWS > 1:
+        flat = (flat - here.head) * ROWS + here.head
+    at = to + flat[:, None] * (2 * C.PAIRS) + here.places[None, :]
     ok = there & (here.places < 2 * C.PAIRS)[None, :]
     tl.store(at, tl.interleave(low, high).to(to.dtype.element_ty), mask=ok)
 
@@ -264,7 +269,7 @@ def turn_rows(angles, carry, xs, biases, firsts, outs, dots, places, C: tl.const
         low, high = a * cos + b * sin, b * cos - a * sin
         if (C.DELAYED >> i) & 1:
             later = here.rows + 1
-            _store(outs[i], heads, here, later, (later < here.end)[:, None], low, high, C)
+            _store(outs[i], heads, here, later, (later < here.end)[:, None], low, high, 1, C)
             at, begins = _place_of_first(heads, here, C)
             start = tl.zeros([2 * C.W], tl.float32)
             if C.STARTED:
@@ -272,7 +277,7 @@ def turn_rows(angles, carry, xs, biases, firsts, outs, dots, places, C: tl.const
             to = outs[i] + (here.flat + here.begin.to(tl.int64) * heads) * (2 * C.PAIRS) + here.places
             tl.store(to, start.to(outs[i].dtype.element_ty), mask=begins)
         else:
-            _store(outs[i], heads, here, here.rows, here.there, low, high, C)
+            _store(outs[i], heads, here, here.rows, here.there, low, high, C.ROWS, C)
 
 
 @triton.jit
@@ -309,7 +314,7 @@ def turn_rows_back(
             other_a, other_b = _biased(xs, C.DOT - i, biases, here, C)
             a += slope * tl.where(here.there, other_a, 0.0)
             b += slope * tl.where(here.there, other_b, 0.0)
-        _store(dxs[i], heads, here, here.rows, here.there, a, b, C)
+        _store(dxs[i], heads, here, here.rows, here.there, a, b, 1, C)
         if (C.BIASED >> i) & 1:
             a, b = tl.where(here.there, a, 0.0), tl.where(here.there, b, 0.0)
             total = tl.interleave(tl.sum(a, axis=0), tl.sum(b, axis=0))

@@ -27,7 +27,8 @@ class How:
 
     chunk: tokens of a chunk; heads: of the turned vectors; delayed, biased: bits of the vectors that are stored at the
     next token, and to which a vector of each head is added; dot: the vector whose dot product with the first one is
-    wanted, 0 for none; started: sequences begin with a state; dtype: of the turned vectors.
+    wanted, 0 for none; started: sequences begin with a state; rows: so many consecutive vectors, none of them delayed,
+    are stored side by side, as rows of a token; dtype: of the turned vectors.
     """
 
     chunk: int
@@ -36,12 +37,18 @@ class How:
     biased: int
     dot: int
     started: bool
+    rows: int
     dtype: torch.dtype
 
     @property
     def options(self) -> tuple[Any, ...]:
         """The fields, as an operator takes them."""
-        return self.chunk, self.heads, self.delayed, self.biased, self.dot, self.started, self.dtype
+        return self.chunk, self.heads, self.delayed, self.biased, self.dot, self.started, self.rows, self.dtype
+
+
+def by_vector(xs: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The tensors [B, T, H, ·] of every vector, of which `rows` are in one tensor [B, T, rows, H, ·]."""
+    return list(xs) if rows == 1 else [row for x in xs for row in x.unbind(2)]
 
 
 class _Call:
@@ -72,7 +79,7 @@ class _Call:
         self.slices = -(-self.pairs // self.block)
         self.config = Turn(
             PAIRS=self.pairs, W=self.block, SLICES=self.slices, K=how.chunk, FINE=how.dtype == torch.float32,
-            COUNT=len(xs), DELAYED=how.delayed, BIASED=how.biased, DOT=how.dot, STARTED=how.started,
+            COUNT=len(xs), DELAYED=how.delayed, BIASED=how.biased, DOT=how.dot, STARTED=how.started, ROWS=how.rows,
         )  # fmt: skip
         self.warps = max(1, min(4, how.chunk * self.block // 256))
 
@@ -118,7 +125,9 @@ def _forward(
     sums = like.new_empty(call.lanes, call.slots, call.pairs, dtype=torch.float64)
     carry = like.new_empty(call.lanes, call.slots, call.pairs)
     final = like.new_empty(call.ends, call.heads, call.pairs)
-    outs = [like.new_empty(call.batch, call.tokens, call.heads, call.width, dtype=how.dtype) for _ in xs]
+    rows = (how.rows,) if how.rows > 1 else ()
+    shape = (call.batch, call.tokens, *rows, call.heads, call.width)
+    outs = [like.new_empty(*shape, dtype=how.dtype) for _ in range(len(xs) // how.rows)]
     dots = like.new_empty(call.slices, call.batch, call.heads, call.tokens if how.dot else 0)
     launch(sum_angles, call.grid, call.angles, sums, call.places, C=call.config, num_warps=call.warps)
     launch(
@@ -127,7 +136,8 @@ def _forward(
     )  # fmt: skip
     launch(
         turn_rows, call.grid, call.angles, carry, call.flat(xs), call.spread(biases, how.biased),
-        call.spread(firsts, how.delayed), tuple(outs), dots, call.places, C=call.config, num_warps=call.warps,
+        call.spread(firsts, how.delayed), tuple(by_vector(outs, how.rows)), dots, call.places,
+        C=call.config, num_warps=call.warps,
     )  # fmt: skip
     return outs, final, dots.sum(0).movedim(1, 2), carry
 
@@ -150,8 +160,9 @@ def _backward(
     d_scale = None if scale is None else like.new_empty(call.slices, call.batch, call.heads, call.tokens)
     d_pair = None if pair is None else like.new_empty(call.batch, call.tokens, call.heads, call.pairs)
     launch(
-        turn_rows_back, call.grid, call.angles, carry, call.flat(xs), call.spread(biases, how.biased), call.flat(outs),
-        call.flat(given), border.contiguous(), None if d_final is None else d_final.contiguous(),
+        turn_rows_back, call.grid, call.angles, carry, call.flat(xs), call.spread(biases, how.biased),
+        call.flat(by_vector(outs, how.rows)), call.flat(by_vector(given, how.rows)), border.contiguous(),
+        None if d_final is None else d_final.contiguous(),
         None if d_dots is None else d_dots.movedim(1, 2).contiguous(), tuple(dxs),
         call.spread(d_biases, how.biased), call.spread(d_firsts, how.delayed), d_scale, d_pair,
         call.places, C=call.config, num_warps=call.warps,
@@ -161,7 +172,7 @@ def _backward(
     return dxs, d_biases, d_firsts, d_angles + ([] if d_pair is None else [d_pair])
 
 
-OPTIONS = "int chunk, int heads, int delayed, int biased, int dot, bool started, ScalarType dtype"
+OPTIONS = "int chunk, int heads, int delayed, int biased, int dot, bool started, int rows, ScalarType dtype"
 turn_gauge = operator(
     "turn_gauge(Tensor? scale, Tensor? pair, Tensor[] xs, Tensor[] biases, Tensor[] firsts, Tensor? bounds, "
     f"{OPTIONS}) -> (Tensor[], Tensor, Tensor, Tensor)",
@@ -182,7 +193,8 @@ class Turned(torch.autograd.Function):
     scale [B, T, H'], pair [B, T, H', pairs]: float32, the factors of the angles, one of them None for 1. vectors
     [B, T, H', N], how many: count; biases [H, N]; firsts: what vectors that are delayed have at first tokens
     [B or sequences, H, N], float32, or none for 0. Turned vectors: [B, T, H, N]; final: the sum of every sequence's
-    angles modulo whole turns [B or sequences, H, pairs]; dots [B, T, H]. border: zeros [B, H, chunks, pairs], whose
+    angles modulo whole turns [B or sequences, H, pairs]; dots [B, T, H]; `How.rows` of the vectors stand
+    in one tensor [B, T, rows, H, N]. border: zeros [B, H, chunks, pairs], whose
     gradient is that of turning the states behind the chunks by as much. marks: zeros of the turned vectors' sizes,
     which have their gradients, in float32, as what cancels in those of angles takes more digits than bfloat16 has.
     """
@@ -214,7 +226,8 @@ class Turned(torch.autograd.Function):
         xs, biases, outs = rest[:count], rest[count:biased], rest[biased:]
         d_dots = d_dots if how.dot else None
         dxs, d_biases, d_firsts, d_angles = turn_gauge_backward(
-            scale, pair, carry, xs, biases, outs, list(given[:count]), border, d_final, d_dots, bounds, *how.options
+            scale, pair, carry, xs, biases, outs, list(given[: len(outs)]), border, d_final, d_dots, bounds,
+            *how.options,
         )  # fmt: skip
         factors = iter(d_angles)
         of_angles = [None if x is None else _summed(next(factors), x.shape[2]) for x in (scale, pair)]
