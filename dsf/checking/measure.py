@@ -296,7 +296,8 @@ def by_head(x: Tensor, kind: Kind | None) -> Tensor:
     if kind is None:
         return x.reshape(x.shape[0] * max(1, x.shape[1]), 1, -1)
     x = x.movedim(2 + (kind.steps is not None), 1).flatten(3) if x.dim() > 3 else x.movedim(2, 1).unsqueeze(-1)
-    x = F.pad(x, (0, 0, 0, -x.shape[2] % BLOCK))
+    missing = -x.shape[2] % BLOCK
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x
     return x.reshape(x.shape[0] * x.shape[1], x.shape[2] // BLOCK, -1)
 
 
@@ -312,7 +313,7 @@ def distance(
     """
     if got.shape != expected.shape:
         return math.inf
-    if expected.numel() == 0 or not expected.isfinite().all() or expected.abs().max() > LARGEST[dtype]:
+    if expected.numel() == 0 or not float(expected.abs().max()) <= LARGEST[dtype]:  # NaN is no more than anything
         return 0.0
     if not got.isfinite().all():
         return math.inf
@@ -329,7 +330,7 @@ def misfits(
     share, floor = RESOLUTION[dtype]
     own = ref.norm(dim=-1)
     typical = own.norm(dim=-1, keepdim=True) / math.sqrt(own.shape[-1])
-    least = max(scale, typical_entry(expected, kind)) * floor * math.sqrt(ref.shape[-1])
+    least = max(scale, _largest(own, ref.shape[-1])) * floor * math.sqrt(ref.shape[-1])
     limits = torch.finfo(torch.float64 if dtype == "float64" else torch.float32)
     least = max(least, limits.tiny / limits.eps)  # smaller numbers lose digits (subnormal)
     size = torch.maximum(own, share * typical).clamp(min=least)
@@ -346,7 +347,12 @@ def typical_entry(x: Tensor, kind: Kind | None) -> float:
     if not x.numel():
         return 0.0
     blocks = by_head(x.detach().double(), kind)
-    largest = float(blocks.norm(dim=-1).max()) / math.sqrt(blocks.shape[-1])
+    return _largest(blocks.norm(dim=-1), blocks.shape[-1])
+
+
+def _largest(norms: Tensor, width: int) -> float:
+    """`typical_entry` of blocks of so many numbers."""
+    largest = float(norms.max()) / math.sqrt(width)
     return largest if math.isfinite(largest) else 0.0
 
 
