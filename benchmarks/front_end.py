@@ -4,7 +4,10 @@ From a kernel's source to its intermediate code (TTIR) nothing asks for a GPU, n
 named here is private to Triton's JIT: a release that names it otherwise fails here.
 """
 
+import ast
+from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from torch.utils._pytree import tree_leaves
 from triton._utils import find_paths_if, get_iterable_path
@@ -39,6 +42,12 @@ class Asked(NamedTuple):
         about += str({place: x.fn.__name__ if hasattr(x, "fn") else x for place, x in constants.items()})
         functions = [x.cache_key for x in tree_leaves(tuple(constants.values())) if hasattr(x, "cache_key")]
         return about, *functions
+
+
+@cache
+def parsed(source):
+    """What Triton parses at every call of a function; nothing changes it."""
+    return ast.parse(source)
 
 
 class FrontEnd:
@@ -78,9 +87,10 @@ class FrontEnd:
         backend.load_dialects(context)
         source = ASTSource(asked.kernel, asked.signature, asked.constants, asked.attributes)
         functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-        found = ast_to_ttir(
-            asked.kernel, source, context=context, options=options, codegen_fns=functions, module_map=modules
-        )
+        with patch.object(jit.JITFunction, "parse", lambda function: parsed(function.src)):
+            found = ast_to_ttir(
+                asked.kernel, source, context=context, options=options, codegen_fns=functions, module_map=modules
+            )
         if not found.verify():  # later releases than 3.4 have seen to that
             raise RuntimeError("the intermediate code is not valid")
         return found
