@@ -13,22 +13,28 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 import triton_private as private
-from hurried_memory import loaded
+from hurried_calls import QUICK, at_once, name_of, tensor_at_once
+from hurried_memory import loaded, stored
 
 PLAIN = {int, float, bool, str, type(None), tl.tensor}
 # Operations of two operands, which numpy does where both have the type of the computation.
 OF_TWO: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "equal": np.equal, "not_equal": np.not_equal,
     "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
-    "and_": np.bitwise_and, "or_": np.bitwise_or,
+    "and_": np.bitwise_and, "or_": np.bitwise_or, "xor_": np.bitwise_xor, "truediv": np.divide,
+    "floordiv": lambda x, y: (x - np.fmod(x, y)) // y, "mod": np.fmod,
 }  # fmt: skip
 OPERATORS = {
     "__add__": "add", "__sub__": "sub", "__mul__": "mul", "__eq__": "equal", "__ne__": "not_equal",
     "__lt__": "less_than", "__le__": "less_equal", "__gt__": "greater_than", "__ge__": "greater_equal",
-    "__and__": "and_", "__or__": "or_",
+    "__and__": "and_", "__or__": "or_", "__xor__": "xor_", "__truediv__": "truediv", "__floordiv__": "floordiv",
+    "__mod__": "mod",
 }  # fmt: skip
-TURNED = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul"}
+TURNED = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul", "__rtruediv__": "truediv"}
 INTEGERS = {"int32", "int64"}  # which numpy, too, brings to the wider one
+KINDS = {  # quotients of float16 are float32
+    "truediv": {"fp32", "fp64"}, "floordiv": INTEGERS, "mod": INTEGERS, "xor_": INTEGERS,
+}  # fmt: skip
 BOOLEAN, EVERY = np.dtype(bool), slice(None)
 REPEATED = {"fp16", "fp32", "fp64", *INTEGERS}
 _swapped: list[tuple[Any, str, Any, Any]] = []
@@ -38,17 +44,18 @@ def install() -> None:
     """Hurry the interpreter of this process, for good."""
     # Sums of int32 are not computed in int64, too: only tensors of tests/test_gpu_large.py leave int32.
     _swap(*private.OPTIONS, replace(getattr(*private.OPTIONS), sanitize_overflow=False))
-    _wrap_once()
-    _unwrap_at_once()
     _share_types()
     _remember_conversions()
     _repeat_operations()
+    _wrap_once()
+    _unwrap_at_once()
     _combine_slices()
 
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """The interpreter without any of this."""
+    """The interpreter without any of this; it leaves what functions of a kernel wrap wrapped, which ends with it."""
+    before = [(owner, dict(vars(owner))) for owner in (tl, tl.core, tl.math, tl.tensor)]
     for owner, name, original, _ in _swapped:
         setattr(owner, name, original)
     try:
@@ -56,6 +63,9 @@ def as_it_is() -> Iterator[None]:
     finally:
         for owner, name, _, new in _swapped:
             setattr(owner, name, new)
+        for place, had in before:
+            for name in (name for name, x in had.items() if vars(place).get(name) is not x):
+                setattr(place, name, had[name])
 
 
 def _swap(owner: Any, name: str, new: Any) -> None:
@@ -67,18 +77,26 @@ def _wrap_once() -> None:
     """A launch wraps triton.language once, not at every call of a function, and no wrapper has another inside. Later
     launches take the wrappers of the first."""
     patch, kind, guard = getattr(*private.PATCH), getattr(*private.NUMPY_TYPE), tl.load.__code__
-    operators = {name: _operator(method, False) for name, method in OPERATORS.items()}
-    operators |= {name: _operator(method, True) for name, method in TURNED.items()}
+    operators = {name: getattr(private.Semantic, method).of_two for name, method in OPERATORS.items()}
+    operators |= {name: getattr(private.Semantic, method).of_two_turned for name, method in TURNED.items()}
     operators["__getitem__"] = _indexed(tl.tensor.__getitem__)
     wrapped: set[str] = set()
     found, nothing = dict[frozenset[str], Any](), private.Scope()
     kinds: dict[str, Any] = {}
+    ready: dict[Any, Callable[..., Any]] = {}
+    inner: list[Callable[[], None]] = []  # what restores what a launch has wrapped
 
     def kind_of(dtype: Any) -> Any:
         name = dtype.scalar.name
         if name not in kinds:
             kinds[name] = kind(dtype)
         return kinds[name]
+
+    def ended() -> None:
+        while inner:
+            inner.pop()()
+        wrapped.clear()
+        ready.clear()
 
     def once(fn: Callable[..., Any]) -> Any:
         used = private.languages(fn)
@@ -90,23 +108,26 @@ def _wrap_once() -> None:
         else:
             scope = patch(fn)
             found[used] = private.changed(scope)
+        inner.append(scope.restore)
         if not wrapped:  # the kernel's own
-            restore = scope.restore
-            scope.restore = lambda: (restore(), wrapped.clear())
+            scope.restore = ended
         wrapped.update(used)
         return scope
 
     def attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        inner = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
+        plain = member.__wrapped__ if getattr(member, "__code__", None) is guard else member
         if owner is tl.tensor and name in operators:
             return scope.set_attr(owner, name, operators[name])
+        if name in QUICK:
+            return scope.set_attr(owner, name, QUICK[name](plain, _block))
 
         def called(*args: Any, _semantic: Any = None, **named: Any) -> Any:
-            return inner(*args, _semantic=private.semantic(), **named)
+            return plain(*args, _semantic=private.semantic(), **named)
 
         scope.set_attr(owner, name, called)
 
     _swap(*private.PATCH, once)
+    _swap(*private.CALL, at_once(ready))
     _swap(*private.NUMPY_TYPE, kind_of)
     _swap(*private.PATCH_ATTRIBUTE, attribute)
 
@@ -160,9 +181,6 @@ def _remember_conversions() -> None:
     known: dict[Any, Any] = {}
     spreads: dict[Any, Any] = {}
 
-    def name_of(x: Any) -> Any:
-        return x.type.name if type(x) is tl.tensor else (type(x), x)
-
     def role(before: Any, after: tl.tensor) -> Any:
         """The type that an operand gets, or the tensor that a number becomes."""
         if type(before) is tl.tensor:
@@ -204,30 +222,24 @@ def _remember_conversions() -> None:
     _swap(*private.SPREAD, repeated)
 
 
-def _operator(method: str, turned: bool) -> Callable[..., Any]:
-    """An operator of two tensors, or of a tensor and a number, as the method of the semantic that does it."""
-    more = (True,) if method in ("add", "sub", "mul") else ()
-
-    def called(x: Any, y: Any, _semantic: Any = None) -> Any:
-        y = y.value if type(y) is tl.constexpr else y
-        do = getattr(private.semantic(), method)
-        return do(y, x, *more) if turned else do(x, y, *more)
-
-    return called
-
-
 def _repeat_operations() -> None:
     """What an operation gives but for its numbers follows from its operands' types, and from numbers of Python's."""
     for name, op in OF_TWO.items():
         _swap(private.Semantic, name, _repeated(name, getattr(private.Semantic, name), op))
+    for name, op in (("minimum", np.fmin), ("maximum", np.fmax)):
+        _swap(private.Semantic, name, _extreme(getattr(private.Semantic, name), op))
+    _swap(private.Semantic, "to_tensor", tensor_at_once(private.Semantic.to_tensor))
     _swap(private.Semantic, "cast", _cast(private.Semantic.cast))
     _swap(private.Semantic, "where", _chosen(private.Semantic.where))
     _swap(private.Semantic, "full", _filled(private.Semantic.full))
     _swap(private.Semantic, "load", loaded(private.Semantic.load, _block))
+    _swap(private.Semantic, "store", stored(private.Semantic.store))
 
 
 def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    convert, known, tensor = getattr(*private.CONVERT), dict[Any, Any](), tl.tensor
+    """`operation` of the semantic; its attributes are operators of tensors, `of_two` and `of_two_turned`."""
+    convert, known, tensor, number = getattr(*private.CONVERT), dict[Any, Any](), tl.tensor, tl.constexpr
+    checked = (True,) if name in ("add", "sub", "mul") else ()
 
     def way_of(self: Any, x: Any, y: Any, found: Any) -> Any:
         """(Type, dtype and numbers' dtype of a result, operands that are numbers of Python's, bytes of what a pointer
@@ -240,7 +252,7 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
         if not bits and not kinds <= INTEGERS and (len(kinds) != 1 or not kinds <= REPEATED):
             return None
         made = convert(self, x, y)
-        if not bits and {z.type.scalar.name for z in made} - kinds:
+        if (not bits and {z.type.scalar.name for z in made} - kinds) or not kinds <= KINDS.get(name, kinds):
             return None
         numbers = [
             None if type(z) is tl.tensor else w.handle.data.ravel()[:1].copy()
@@ -249,35 +261,57 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
         return found.type, tl.int1 if bits else found.handle.dtype, found.handle.data.dtype, *numbers, 0
 
     def repeated(self: Any, x: Any, y: Any, *more: Any, **named: Any) -> Any:
-        key = (  # 0.0 is not -0.0
-            x.type.name if type(x) is tensor else (type(x), x, str(x)),
-            y.type.name if type(y) is tensor else (type(y), y, str(y)),
-        )
+        key = (name_of(x), name_of(y))
         way = known.get(key, known)
         if way is known:
             found = operation(self, x, y, *more, **named)
             known[key] = way_of(self, x, y, found)
             return found
-        if way is None:
-            return operation(self, x, y, *more, **named)
-        kind, dtype, numbers, first, second, size = way
+        found = None if way is None else played(x, y, *way)
+        return operation(self, x, y, *more, **named) if found is None else found
+
+    def played(x: Any, y: Any, kind: Any, dtype: Any, numbers: Any, first: Any, second: Any, size: int) -> Any:
         if size:
             data = x.handle.data + size * y.handle.data.astype(np.uint64)
         else:
             data = op(x.handle.data if first is None else first, y.handle.data if second is None else second)
-        if data.dtype is not numbers and data.dtype != numbers:
-            return operation(self, x, y, *more, **named)
-        return _block(data, dtype, kind)
+        return _block(data, dtype, kind) if data.dtype is numbers or data.dtype == numbers else None
 
+    def of_two(x: Any, y: Any, _semantic: Any = None) -> Any:
+        y = y.value if type(y) is number else y
+        way = known.get((x.type.name, y.type.name if type(y) is tensor else name_of(y)))
+        found = None if way is None else played(x, y, *way)
+        return repeated(private.semantic(), x, y, *checked) if found is None else found
+
+    def of_two_turned(x: Any, y: Any, _semantic: Any = None) -> Any:
+        return of_two(y, x) if type(y) is tensor else turned(x, y.value if type(y) is number else y)
+
+    def turned(y: Any, x: Any) -> Any:
+        """x is a number of Python's."""
+        way = known.get((name_of(x), y.type.name))
+        found = None if way is None else played(x, y, *way)
+        return repeated(private.semantic(), x, y, *checked) if found is None else found
+
+    repeated.of_two, repeated.of_two_turned = of_two, of_two_turned  # type: ignore[attr-defined]
     return repeated
+
+
+def _extreme(operation: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """`minimum` or `maximum`, where of NaN and a number the number is taken."""
+    none = tl.PropagateNan.NONE
+    once = _repeated("extreme", lambda self, x, y: operation(self, x, y, none), op)
+
+    def chosen(self: Any, x: Any, y: Any, propagate_nan: Any) -> Any:
+        return once(self, x, y) if propagate_nan == none else operation(self, x, y, propagate_nan)
+
+    return chosen
 
 
 def _block(data: np.ndarray, dtype: Any, kind: Any) -> Any:
     """A tensor of that type with these numbers, whose size is not checked again. kind: of a tensor that there was."""
     handle, found = object.__new__(private.Handle), object.__new__(tl.tensor)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
-    found.__dict__.update(kind.filled)
-    found.handle = handle
+    found.__dict__ = {**kind.filled, "handle": handle}
     return found
 
 
@@ -290,19 +324,22 @@ def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     def converted(self: Any, x: Any, kind: Any, *mode: Any, **named: Any) -> Any:
-        old, new = x.type.scalar.name, kind.scalar.name
-        if old == new:
-            return x
-        plain = old in REPEATED and new in REPEATED
-        if mode or named or not (plain or {old, new} == {"fp32", "bf16"}):
+        if any(mode) or any(named.values()):
             return cast(self, x, kind, *mode, **named)
-        key = (x.type.name, new)
-        way = known.get(key)
-        if way is None:
-            found = cast(self, x, kind)
-            known[key] = found.type, found.handle.dtype, found.handle.data.dtype
+        key = (x.type.name, kind.name)
+        way = known.get(key, known)
+        if way is known:
+            found, old, new = cast(self, x, kind), x.type.scalar.name, kind.scalar.name
+            plain = old in REPEATED and new in REPEATED
+            known[key] = None
+            if old == new or plain or {old, new} == {"fp32", "bf16"}:
+                known[key] = found.type, found.handle.dtype, found.handle.data.dtype, plain, old == new
             return found
-        made, dtype, numbers = way
+        if way is None:
+            return cast(self, x, kind)
+        made, dtype, numbers, plain, same = way
+        if same:
+            return x
         data = x.handle.data.astype(numbers) if plain else self.builder.cast_impl(x.handle, made).data
         return _block(data, dtype, made)
 
@@ -310,22 +347,34 @@ def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen(where: Callable[..., Any]) -> Callable[..., Any]:
-    """`where` of three tensors, the last two of one type."""
+    """`where` of tensors of one type, or of one and a number."""
     known: dict[Any, Any] = {}
+    tensor, convert = tl.tensor, getattr(*private.CONVERT)
+
+    def way_of(self: Any, x: Any, y: Any, found: Any) -> Any:
+        """(dtype, type, operands that are numbers of Python's), or None."""
+        made, given = convert(self, x, y, True, True), [z for z in (x, y) if type(z) is tensor]
+        if len({z.type.scalar.name for z in (*given, *made, found)}) > 1:
+            return None
+        numbers = [
+            None if type(z) is tensor else w.handle.data.ravel()[:1].copy() for z, w in zip((x, y), made, strict=True)
+        ]
+        return found.handle.dtype, found.type, *numbers
 
     def chosen(self: Any, which: Any, x: Any, y: Any) -> Any:
-        if not type(which) is type(x) is type(y) is tl.tensor or which.handle.data.dtype is not BOOLEAN:
+        if type(which) is not tensor or which.handle.data.dtype is not BOOLEAN:
             return where(self, which, x, y)
-        key = (which.type.name, x.type.name, y.type.name)
-        kind = known.get(key)
-        if kind is None:
+        key = (which.type.name, name_of(x), name_of(y))
+        way = known.get(key, known)
+        if way is known:
             found = where(self, which, x, y)
-            scalars = {z.type.scalar.name for z in (x, y, found)}
-            known[key] = (found.type, found.handle.dtype) if len(scalars) == 1 else False
+            known[key] = way_of(self, x, y, found) if type(x) is tensor or type(y) is tensor else None
             return found
-        if kind is False:
+        if way is None:
             return where(self, which, x, y)
-        return _block(np.where(which.handle.data, x.handle.data, y.handle.data), kind[1], kind[0])
+        dtype, kind, first, second = way
+        x, y = x.handle.data if first is None else first, y.handle.data if second is None else second
+        return _block(np.where(which.handle.data, x, y), dtype, kind)
 
     return chosen
 

@@ -1,4 +1,4 @@
-"""Loads in Triton's interpreter without what it finds out over and over (tests/hurried.py)."""
+"""Loads and stores in Triton's interpreter without what it finds out over and over (tests/hurried.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,25 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 import triton_private as private
+from hurried_calls import spread
+
+
+def handle_of(data: np.ndarray, dtype: Any) -> Any:
+    data.flags.writeable = False
+    return private.Handle(data, dtype)
+
+
+def everywhere(shape: tuple[int, ...]) -> Any:
+    """A mask that is true; it says so."""
+    found = handle_of(np.ones(shape, bool), tl.int1)
+    found.set_attr("everywhere", True)
+    return found
 
 
 def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[..., Any]:
     """`load` of a block of pointers, masked or not, the rest a number. block: (numbers, dtype, type) -> a tensor."""
     known: dict[Any, Any] = {}
     tensor = tl.tensor
-
-    def handle_of(data: np.ndarray, dtype: Any) -> Any:
-        data.flags.writeable = False
-        return private.Handle(data, dtype)
 
     def way_of(ptr: Any, mask: Any, other: Any, found: Any) -> Any:
         """What loads of such operands share, or None where they are not repeated: (what stands where the mask is false,
@@ -27,9 +36,8 @@ def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[...,
         if other is not None:
             number = private.semantic().cast(other, dtype).handle.data
             rest = np.full(shape, number.reshape(-1)[0], found.handle.data.dtype)
-        every = np.ones(shape, bool)
         same = mask is None or mask.handle.data.shape == shape
-        return handle_of(rest, dtype), handle_of(every, tl.int1), same, dtype, found.type
+        return handle_of(rest, dtype), everywhere(shape), same, dtype, found.type
 
     def quickly(self: Any, ptr: Any, mask: Any, other: Any, *more: Any) -> Any:
         boundary, padding, *how = more
@@ -59,5 +67,42 @@ def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[...,
         else:
             chosen = private.Handle(mask.handle.data & every.data, tl.int1)
         return block(self.builder.create_masked_load(ptr.handle, chosen, rest, *how).data, dtype, kind)
+
+    return quickly
+
+
+def stored(store: Callable[..., Any]) -> Callable[..., Any]:
+    """`store` of a block where pointers are, masked or not."""
+    known: dict[Any, Any] = {}
+    tensor = tl.tensor
+
+    def way_of(ptr: Any, *others: Any) -> Any:
+        """(Shape, dtype, a mask that is true), or None where more is to be done."""
+        shape, element = ptr.handle.data.shape, ptr.type.scalar.element_ty
+        shapes = (x.handle.data.shape for x in others if x is not None)
+        if element == tl.int1 or any(np.broadcast_shapes(shape, x) != shape for x in shapes):
+            return None
+        return shape, element, everywhere(shape)
+
+    def quickly(self: Any, ptr: Any, value: Any, mask: Any, boundary: Any, *how: Any) -> Any:
+        plain = type(ptr) is type(value) is tensor and not boundary
+        if mask is not None:
+            plain = plain and type(mask) is tensor and mask.handle.data.dtype == bool
+        if not plain:
+            return store(self, ptr, value, mask, boundary, *how)
+        key = (ptr.type.name, value.type.name, None if mask is None else mask.type.name)
+        way = known.get(key, known)
+        if way is known:
+            found = store(self, ptr, value, mask, boundary, *how)
+            known[key] = way_of(ptr, value, mask)
+            return found
+        if way is None:
+            return store(self, ptr, value, mask, boundary, *how)
+        shape, element, every = way
+        numbers = private.Handle(spread(self.cast(value, element).handle.data, shape), element)
+        if mask is not None:
+            every = mask.handle
+            every = every if every.data.shape == shape else private.Handle(spread(every.data, shape), tl.int1)
+        return self.builder.create_masked_store(ptr.handle, numbers, every, None, None)
 
     return quickly

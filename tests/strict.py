@@ -6,6 +6,7 @@ that of their numbers, since none may need what another leaves. Products in tf32
 is the worst that a GPU does.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ class Memory:
 
     kernel = ""
     first = last = np.zeros(0, np.uint64)
+    starts: list[int]
+    ends: list[int]
 
     def enter(self, kernel: str, arguments: Iterable[Any]) -> None:
         """Take the tensors among a kernel's arguments."""
@@ -27,18 +30,20 @@ class Memory:
         self.kernel = kernel
         self.first = np.array(sorted(storages), np.uint64)
         self.last = self.first + np.array([storages[int(x)] for x in self.first], np.uint64)
+        self.starts, self.ends = self.first.tolist(), self.last.tolist()
 
     def check(self, pointers: Any, mask: Any, what: str) -> None:
         """Raise IndexError for an address outside of them."""
-        every = np.logical_and.reduce(mask.data, axis=None)
+        every = "everywhere" in mask.attr or np.logical_and.reduce(mask.data, axis=None)
         places = pointers.data if every else pointers.data[mask.data.astype(bool)]
         if not places.size:
             return
-        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8 or 1)
-        lowest, highest = np.minimum.reduce(places, axis=None), np.maximum.reduce(places, axis=None)
-        at = int(self.first.searchsorted(lowest, side="right")) - 1
-        if at >= 0 and highest + size <= self.last[at]:
+        size = pointers.get_element_ty().primitive_bitwidth // 8 or 1
+        lowest, highest = int(np.minimum.reduce(places, axis=None)), int(np.maximum.reduce(places, axis=None))
+        at = bisect_right(self.starts, lowest) - 1
+        if at >= 0 and highest + size <= self.ends[at]:
             return
+        size = np.uint64(size)
         at = np.searchsorted(self.first, places, side="right") - 1
         wrong = (at < 0) | (places + size > self.last[np.maximum(at, 0)])
         if wrong.any():

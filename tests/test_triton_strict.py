@@ -13,6 +13,7 @@ import strict
 import torch
 import triton
 import triton.language as tl
+from hurried_calls import QUICK
 from interpreted import interpreted
 from triton_private import block_of, semantic
 
@@ -59,6 +60,12 @@ def applied(x, y, function: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def multiply(x, y):
     return x * y
+
+
+@triton.jit
+def refuse(x):
+    tl.static_assert(False, "no such thing")
+    return x
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 8), (4, 9), (5000, 6000)])
@@ -159,7 +166,7 @@ def test_a_float32_number_is_the_sum_of_two_tf32_numbers_in_tf32x3() -> None:
 
 DTYPES = (tl.int1, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.pointer_type(tl.float32))
 SHAPES = ((), (4,), (1, 4), (2, 1), (2, 4), (2, 2, 4))
-NUMBERS = (0, 3, -2, True, 0.0, -0.0, 0.1, -1e30, math.nan, 2**40)
+NUMBERS = (0, 3, -2, True, 1, 0.0, -0.0, 0.1, -1e30, math.nan, 2**40)
 OPERATIONS = {
     "add": lambda s, x, y: s.add(x, y, False),
     "sub": lambda s, x, y: s.sub(x, y, False),
@@ -169,6 +176,7 @@ OPERATIONS = {
     "mod": lambda s, x, y: s.mod(x, y),
     "and": lambda s, x, y: s.and_(x, y),
     "or": lambda s, x, y: s.or_(x, y),
+    "either alone": lambda s, x, y: s.xor_(x, y),
     "equal": lambda s, x, y: s.equal(x, y),
     "not equal": lambda s, x, y: s.not_equal(x, y),
     "less": lambda s, x, y: s.less_than(x, y),
@@ -176,6 +184,8 @@ OPERATIONS = {
     "greater": lambda s, x, y: s.greater_than(x, y),
     "at least": lambda s, x, y: s.greater_equal(x, y),
     "maximum": lambda s, x, y: s.maximum(x, y, tl.PropagateNan.ALL),
+    "larger number": lambda s, x, y: s.maximum(x, y, tl.PropagateNan.NONE),
+    "smaller number": lambda s, x, y: s.minimum(x, y, tl.PropagateNan.NONE),
     "cast": lambda s, x, y: s.cast(x, y.type.scalar),
     "first repeated": lambda s, x, y: s.broadcast_impl_value(x, y)[0],
     "second repeated": lambda s, x, y: s.broadcast_impl_value(x, y)[1],
@@ -313,3 +323,62 @@ def test_a_hurried_interpreter_loads_the_same_bits(dtype: torch.dtype) -> None:
     for _ in range(2):
         assert all(torch.equal(found(*c).view(torch.uint8), y) for c, y in zip(cases, expected, strict=True))
     assert len({tuple(y.tolist()) for y in expected}) >= 3
+
+
+@triton.jit
+def kept(out, place: tl.constexpr, x):
+    at = tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(out + place * 32 + at, x.to(tl.float32))
+
+
+@triton.jit
+def call_all(x, out, NUMBER: tl.constexpr):
+    """Every function of triton.language that is repeated."""
+    rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, 8)[None, :]
+    at = rows * 8 + columns
+    y = tl.load(x + at)
+    f = tl.abs(y.to(tl.float32))
+    kept(out, 0, tl.where(f > 1, f, NUMBER) + tl.where(f > 1, NUMBER, f) + tl.where(rows > 1, y, -y))
+    kept(out, 1, tl.exp(-f) + tl.exp2(-f) + tl.log(f) + tl.log2(f) + tl.sqrt(f) + tl.sin(f) + tl.cos(f))
+    kept(out, 2, tl.maximum(y, NUMBER) + tl.minimum(y, -y))
+    kept(out, 3, tl.maximum(y, f, propagate_nan=tl.PropagateNan.ALL))
+    kept(out, 4, tl.broadcast_to(tl.load(x + rows * 8), (4, 8)))
+    kept(out, 5, tl.broadcast_to(tl.permute(tl.load(x + tl.arange(0, 8)[:, None]), (1, 0)), 4, 8))
+    kept(out, 6, tl.reshape(tl.permute(f, (1, 0)), (4, 8)) + tl.permute(tl.reshape(y, 8, 4), 1, 0))
+    kept(out, 7, tl.gather(f, (at * 3) % 8, 1) + tl.gather(y, (at * 3) % 4, axis=0))
+    kept(out, 8, tl.full((4, 8), NUMBER, tl.float32) * tl.full([4, 8], 3, tl.int32).to(tl.float32))
+    kept(out, 9, (at // 3 + at % 5 + (at ^ 6)).to(tl.float32) / (1.0 / f) + (NUMBER + 2 * f))
+    tl.store(out + 320 + at, NUMBER, mask=rows < 2)
+    tl.store(out + 352 + at, tl.load(x + rows * 8), mask=(y > 0) & (columns > 2))
+    tl.store(out + 384 + at, y.to(tl.bfloat16))
+    tl.store(out + 416, f.to(tl.float16).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_hurried_interpreter_calls_functions_to_the_same_bits(dtype: torch.dtype) -> None:
+    x = torch.randn(32).to(dtype)
+    x[3] = math.nan
+
+    def found(number: float) -> torch.Tensor:
+        out = torch.zeros(417)
+        call_all[(1,)](x, out, NUMBER=number)
+        return out.view(torch.uint8)
+
+    numbers = (0.0, -0.0, 1.0, 1, math.nan, 2.5)
+    with hurried.as_it_is(), np.errstate(all="ignore"):
+        expected = [found(number) for number in numbers]
+    for _ in range(2):  # found out, and remembered
+        assert all(torch.equal(found(number), y) for number, y in zip(numbers, expected, strict=True))
+    assert len({tuple(y.tolist()) for y in expected}) >= 4  # 1 may be 1.0, and Triton's zeros have no sign
+
+
+def test_what_a_launch_puts_into_triton_s_language_goes_with_it() -> None:
+    applied[(1,)](torch.ones(16), torch.empty(16), OF_ONE["sum"][0], SIZE=16)
+    for owner in (tl, tl.core, tl.math, tl.tensor):
+        left = [getattr(owner, name) for name in (*QUICK, "__add__") if hasattr(owner, name)]
+        assert left and all(x.__module__.startswith("triton.") for x in left)
+
+
+def test_a_kernel_s_errors_name_what_went_wrong_within_its_functions() -> None:
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="no such thing"):
+        applied[(1,)](torch.ones(16), torch.empty(16), refuse, SIZE=16)

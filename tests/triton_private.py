@@ -21,6 +21,7 @@ __all__ = ["active_mode"]
 
 Place = tuple[Any, str]
 
+Error = interpreter.InterpreterError
 Handle, Builder, Semantic = interpreter.TensorHandle, interpreter.InterpreterBuilder, TritonSemantic
 TF32, TF32_TIMES_3 = (getattr(interpreter._ir.INPUT_PRECISION, x) for x in ("TF32", "TF32x3"))
 
@@ -34,6 +35,7 @@ STORE: Place = (Builder, "create_masked_store")
 DOT: Place = (Builder, "create_dot")
 SCAN: Place = (interpreter.ScanOps, "generic_scan")
 REDUCE: Place = (interpreter.ReduceOps, "generic_reduce")
+CALL: Place = (interpreter.InterpretedFunction, "__call__")
 # Of how triton.language is wrapped, and of types.
 OPTIONS: Place = (interpreter.interpreter_builder, "options")
 PATCH: Place = (interpreter, "_patch_lang")
@@ -70,6 +72,12 @@ def asked_of(kernel: Any, *args: Any) -> list[Any]:
         kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
     )
     found: list[Any] = binder(*args)[1]
+    return found
+
+
+def rewritten(function: Any) -> Callable[..., Any]:
+    """What Triton's interpreter runs for a function that a kernel calls."""
+    found: Callable[..., Any] = function.rewrite()
     return found
 
 

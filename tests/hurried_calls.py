@@ -1,0 +1,247 @@
+"""Functions of triton.language in the interpreter without what they find out over and over (tests/hurried.py).
+
+Each takes the function as it is and gives one that returns the same: what a result is but for its numbers follows from
+the types of the blocks that are given and from what Python's numbers are; where it does not, the function as it is
+answers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton_private as private
+
+Function = Callable[..., Any]
+FLOATS = {"fp32", "fp64"}  # of which alone Triton takes exponentials and the like
+
+
+def name_of(x: Any) -> Any:
+    """What tells an operand's type, and a number of Python's: 0.0 is not -0.0, nor is True 1."""
+    return x.type.name if type(x) is tl.tensor else x if type(x) is int else (type(x), str(x))
+
+
+@cache
+def _steps(have: tuple[int, ...], want: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Bytes between neighbours of an array that lies in order, once it is repeated."""
+    steps, step = [], size
+    for n, wanted in zip(reversed(have), reversed(want), strict=False):
+        steps.append(0 if n == 1 and wanted != 1 else step)
+        step *= n
+    return (0,) * (len(want) - len(have)) + tuple(reversed(steps))
+
+
+def spread(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """np.broadcast_to, which it must be possible to call."""
+    if data.shape == shape:
+        return data
+    if not data.flags.c_contiguous:
+        return np.broadcast_to(data, shape)
+    return np.ndarray(shape, data.dtype, data, 0, _steps(data.shape, shape, data.itemsize))
+
+
+def at_once(ready: dict[Any, Function]) -> None:
+    """A kernel's functions are found once in a launch. ready: those that were, until it ends."""
+    known, error = private.rewritten, private.Error
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        fn = ready.get(self)
+        if fn is None:
+            getattr(*private.PATCH)(self.fn)
+            fn = ready[self] = known(self)
+        try:
+            return fn(*args, **named)
+        except Exception as e:
+            raise error(repr(e)) from e
+
+    return called
+
+
+def tensor_at_once(convert: Function) -> Function:
+    """`to_tensor`, which every assignment calls."""
+    tensor = tl.tensor
+
+    def converted(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tensor else convert(self, x, check_type)
+
+    return converted
+
+
+# Functions: (as it is, what makes blocks) -> the same at once
+
+
+def _where(inner: Function, block: Function) -> Function:
+    choose, tensor = private.semantic().where, tl.tensor
+
+    def called(which: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
+        if type(which) is tensor and type(x) is not tl.constexpr and type(y) is not tl.constexpr:
+            return choose(which, x, y)
+        return inner(which, x, y, _semantic=private.semantic())
+
+    return called
+
+
+def _cast(inner: Function, block: Function) -> Function:
+    convert, tensor = private.semantic().cast, tl.tensor
+
+    def called(x: Any, dtype: Any, *more: Any, _semantic: Any = None, **named: Any) -> Any:
+        if more or named or type(x) is not tensor or type(dtype) is tl.constexpr:
+            return inner(x, dtype, *more, _semantic=private.semantic(), **named)
+        return convert(x, dtype)
+
+    return called
+
+
+def _load(inner: Function, block: Function) -> Function:
+    fetch, tensor, to_tensor = private.semantic().load, tl.tensor, private.semantic().to_tensor
+
+    def called(
+        pointer: Any, mask: Any = None, other: Any = None, *more: Any, _semantic: Any = None, **named: Any
+    ) -> Any:
+        if more or named or type(pointer) is not tensor or not (mask is None or type(mask) is tensor):
+            return inner(pointer, mask, other, *more, _semantic=private.semantic(), **named)
+        other = other.value if type(other) is tl.constexpr else other
+        return fetch(pointer, mask, None if other is None else to_tensor(other), (), "", "", "", False)
+
+    return called
+
+
+def _store(inner: Function, block: Function) -> Function:
+    put, tensor, to_tensor = private.semantic().store, tl.tensor, private.semantic().to_tensor
+
+    def called(pointer: Any, value: Any, mask: Any = None, *more: Any, _semantic: Any = None, **named: Any) -> Any:
+        if more or named or type(pointer) is not tensor or not (mask is None or type(mask) is tensor):
+            return inner(pointer, value, mask, *more, _semantic=private.semantic(), **named)
+        return put(pointer, to_tensor(value), mask, (), "", "")
+
+    return called
+
+
+def _full(inner: Function, block: Function) -> Function:
+    known: dict[Any, Any] = {}
+
+    def called(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
+        sizes, plain = _sizes((shape,)), type(value) in (int, float, bool) and type(dtype) is tl.dtype
+        if sizes is None or not plain:
+            return inner(shape, value, dtype, _semantic=private.semantic())
+        key = (sizes, type(value), str(value), dtype.name)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = inner(shape, value, dtype, _semantic=private.semantic())
+            found.handle.data.flags.writeable = False
+        return block(found.handle.data, found.handle.dtype, found.type)
+
+    return called
+
+
+def _arange(inner: Function, block: Function) -> Function:
+    known: dict[Any, Any] = {}
+
+    def called(start: Any, end: Any, _semantic: Any = None) -> Any:
+        if type(start) is not int or type(end) is not int:
+            return inner(start, end, _semantic=private.semantic())
+        found = known.get((start, end))
+        if found is None:
+            found = known[start, end] = inner(start, end, _semantic=private.semantic())
+            found.handle.data.flags.writeable = False
+        return block(found.handle.data, found.handle.dtype, found.type)
+
+    return called
+
+
+def _of_one(op: Any) -> Callable[[Function, Function], Function]:
+    def made(inner: Function, block: Function) -> Function:
+        known: dict[str, Any] = {}
+        tensor = tl.tensor
+
+        def called(x: Any, *more: Any, _semantic: Any = None, **named: Any) -> Any:
+            if type(x) is not tensor or more or named:
+                return inner(x, *more, _semantic=private.semantic(), **named)
+            way = known.get(x.type.name)
+            if way is None:
+                found = inner(x, _semantic=private.semantic())
+                if x.dtype.name in FLOATS:
+                    known[x.type.name] = found.handle.dtype, found.type
+                return found
+            return block(op(x.handle.data), *way)
+
+        return called
+
+    return made
+
+
+def _extreme(name: str) -> Callable[[Function, Function], Function]:
+    def made(inner: Function, block: Function) -> Function:
+        choose, tensor, none = getattr(private.semantic(), name), tl.tensor, tl.PropagateNan.NONE
+
+        def called(x: Any, y: Any, *more: Any, _semantic: Any = None, **named: Any) -> Any:
+            plain = type(x) is tensor and type(y) is tensor and not more and not named
+            if not plain or x.dtype.name == "bf16" or y.dtype.name == "bf16":  # which becomes float32
+                return inner(x, y, *more, _semantic=private.semantic(), **named)
+            return choose(x, y, none)
+
+        return called
+
+    return made
+
+
+def _sizes(shape: Sequence[Any]) -> tuple[int, ...] | None:
+    """Sizes as a function is given them, one by one or in one tuple; None where they are not Python's numbers."""
+    if len(shape) == 1 and type(shape[0]) in (tuple, list):
+        shape = shape[0]
+    return tuple(shape) if shape and all(type(x) is int for x in shape) else None
+
+
+def _moved(move: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]) -> Callable[[Function, Function], Function]:
+    """Functions that put a block's numbers elsewhere, as `move` does."""
+
+    def made(inner: Function, block: Function) -> Function:
+        known: dict[Any, Any] = {}
+        tensor = tl.tensor
+
+        def called(x: Any, *sizes: Any, _semantic: Any = None, **named: Any) -> Any:
+            wanted = None if named or type(x) is not tensor else _sizes(sizes)
+            if wanted is None:
+                named.pop("_generator", None)
+                return inner(x, *sizes, _semantic=private.semantic(), **named)
+            way = known.get((x.type.name, wanted))
+            if way is None:
+                found = inner(x, *sizes, _semantic=private.semantic())
+                if found.type.is_block() and move(x.handle.data, wanted).shape == found.handle.data.shape:
+                    known[x.type.name, wanted] = found.handle.dtype, found.type
+                return found
+            return block(move(x.handle.data, wanted), *way)
+
+        return called
+
+    return made
+
+
+def _gather(inner: Function, block: Function) -> Function:
+    known: dict[Any, Any] = {}
+    tensor = tl.tensor
+
+    def called(x: Any, index: Any, axis: Any, _semantic: Any = None) -> Any:
+        if type(x) is not tensor or type(index) is not tensor or type(axis) is not int:
+            return inner(x, index, axis, _semantic=private.semantic())
+        key = (x.type.name, index.type.name, axis)
+        way = known.get(key)
+        if way is None:
+            found, sizes = inner(x, index, axis, _semantic=private.semantic()), index.handle.data.shape
+            places: list[Any] = list(np.ogrid[tuple(slice(n) for n in sizes)])
+            known[key] = found.handle.dtype, found.type, places, axis % len(sizes)
+            return found
+        dtype, kind, places, at = way
+        return block(x.handle.data[(*places[:at], index.handle.data, *places[at + 1 :])], dtype, kind)
+
+    return called
+
+
+QUICK: dict[str, Callable[[Function, Function], Function]] = {
+    "where": _where, "cast": _cast, "to": _cast, "load": _load, "store": _store, "full": _full, "arange": _arange,
+    "exp": _of_one(np.exp), "exp2": _of_one(np.exp2), "log": _of_one(np.log), "log2": _of_one(np.log2),
+    "sqrt": _of_one(np.sqrt), "sin": _of_one(np.sin), "cos": _of_one(np.cos), "maximum": _extreme("maximum"),
+    "minimum": _extreme("minimum"), "broadcast_to": _moved(spread), "reshape": _moved(np.reshape),
+    "permute": _moved(np.transpose), "gather": _gather,
+}  # fmt: skip
