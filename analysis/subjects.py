@@ -76,7 +76,7 @@ class Subject:
             each = [str(n) if kind == "1" else f"{n}·{kind}".removeprefix("1·") for kind, n in counts.items()]
             own = Subject(self.name, Recurrence(spec.inner), None).state_formula().removeprefix("H·").removeprefix("N·")
             return f"{'H·N·' if spec.has_key else 'H·'}({'+'.join([own.strip('()'), *each])})"
-        (_, few), (rows, more) = (self.recurrence.state_shape(N=1, P=p) for p in (1, 2))
+        (_, few), (rows, more) = (self.recurrence.state_shape(N=spec.keys_of(1), P=p) for p in (1, 2))
         slope, extra = more - few, 2 * few - more
         wide = ("P" if slope == 1 else f"{slope}P") + (f"+{extra}" if extra else "")
         wide = f"({wide})" if extra else wide
@@ -85,7 +85,8 @@ class Subject:
         if spec.system.solve is not None:
             return "H·N·(P+N)"
         # Taylor features have more rows than N: the number of rows, without a formula.
-        return f"H·N·{wide}" if self.recurrence.state_shape(N=7, P=1)[0] == 7 else f"H·{rows}·{wide}"
+        n = spec.keys_of(7)
+        return f"H·N·{wide}" if self.recurrence.state_shape(N=n, P=1)[0] == n else f"H·{rows}·{wide}"
 
     def state_numbers(self, context: int, *, heads: int, N: int, P: int) -> int:
         """The value of the formula after `context` tokens, without a convolution's numbers."""

@@ -8,6 +8,7 @@ import torch
 
 import dsf
 from dsf import FormError, I, InputError, Key, KVCache, Param, Scalar, System, Value, sigmoid
+from dsf.call.asked import NoRanks
 
 
 @dsf.recurrence
@@ -270,6 +271,45 @@ def test_an_input_that_is_called_like_a_size_can_be_planned():
 def test_sizes_of_a_plan_are_positive(sizes):
     name, size = next(iter(sizes.items()))
     refused(f"^mixer: {name} is a size of the plan, expected at least 1, got {size}", call=mixer.plan, **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"P": -2}, {"N": 2.0}, {"N": "3"}, {"P": None}, {"P": True}], ids=str)
+def test_sizes_of_a_state_are_positive_integers(sizes):
+    name, size = next(iter(sizes.items()))
+    given = size if type(size) is int else type(size).__name__
+    refused(f"^mixer: {name} is a size of the state, expected at least 1, got {given}", call=mixer.state_shape, **sizes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int32, torch.complex64, float, None], ids=str)
+def test_a_plan_s_dtype_is_one_of_inputs(dtype):
+    text = f"^mixer: dtype must be one of torch.float16, .*, got {re.escape(repr(dtype))}"
+    for recurrence in (mixer, grouped):
+        refused(text.replace("mixer", recurrence.name), call=recurrence.plan, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", None], ids=str)
+def test_a_plan_s_device_is_one(device):
+    refused(f"^mixer: device must be a torch.device or .*, got {device!r}", call=mixer.plan, device=device)
+
+
+@pytest.mark.parametrize("given", ["no", "", 3, torch.tensor([True, False])], ids=repr)
+def test_switches_are_true_or_false(given):
+    """Any word would be taken for True: reverse="no" ran backwards."""
+    inputs, token = good(), {n: x[:, 0] if n in "qkva" else x for n, x in good().items()}
+    for name in ("reverse", "return_state"):
+        refused(f"^mixer: {name} is True or False, got ", **inputs, **{name: given})
+        assert isinstance(mixer(**inputs, **{name: None}), torch.Tensor)
+    refused("^mixer: in_place is True or False, got ", None, call=mixer.step, **token, in_place=given)
+
+
+def test_ranks_are_a_sequence_of_dsf_parallel(monkeypatch):
+    """Also where nobody has imported dsf.parallel."""
+    for known in (NoRanks, dsf.parallel.call):
+        monkeypatch.setattr(dsf.Recurrence, "ranks", known)
+        for ranks in (3, "x", True):
+            text = f"^mixer: parallel must be a dsf.parallel.Sequence, got {type(ranks).__name__}"
+            refused(text, **good(), parallel=ranks)
+            refused(text, call=mixer.plan, parallel=ranks)
 
 
 def test_trajectories_check_their_initial_state():

@@ -676,6 +676,12 @@ def test_only_functions_are_recurrences(thing):
         dsf.recurrence(thing)
 
 
+@pytest.mark.parametrize("name", [3, System], ids=str)
+def test_names_of_recurrences_are_words(name):
+    with pytest.raises(TraceError, match=r"recurrence\(name=\.\.\.\) is the name of the recurrence, a string, got"):
+        dsf.recurrence(name=name)
+
+
 def test_only_softmax_has_a_taylor_truncation():
     @dsf.recurrence
     def plain(q: Key, k: Key, v: Value):

@@ -321,6 +321,19 @@ def test_a_plan_of_sizes_refuses_odd_keys_under_a_turn():
         mimo.plan(N=7)
 
 
+@dsf.recurrence
+def two_tokens_turned(q: Key, k: Key, v: Value, t: Scalar) -> System:
+    return System(A=turn(t), B=prev(k * v), C=q)
+
+
+@pytest.mark.parametrize("recurrence", [mimo, two_tokens_turned, dsf.mixers.get("s5").recurrence], ids=lambda r: r.name)
+def test_the_shape_of_a_state_refuses_odd_keys_in_pairs(recurrence):
+    """By turns, by `prev` beside them and by complex numbers: it was a shape that no state has."""
+    assert recurrence.state_shape(N=8, P=4)[0] == 8
+    with pytest.raises(dsf.InputError, match=rf"{recurrence.name}: places of the Key axis .* pairs, .* got N = 7"):
+        recurrence.state_shape(N=7, P=4)
+
+
 def refused(function, message):
     with pytest.raises(TraceError, match=message) as error:
         dsf.recurrence(function)

@@ -167,12 +167,18 @@ def _check_pairs(spec: Spec, keys: int, found: Mapping[str, tuple[int, str]]) ->
             f"{spec.name}: `{name}` has an entry for each pair of places, N/2 = {half}, but `{owner}` has N = {keys}; "
             f"N must be {'even, ' * (keys % 2)}twice N/2{line_of_pairs(spec)}"
         )
-    if spec.in_pairs and keys % 2:
-        owner = f", but `{found['N'][1]}` has N = {keys}" if "N" in found else f", got N = {keys}"
+    check_even(spec, keys, found["N"][1] if "N" in found else None)
+
+
+def check_even(spec: Spec, keys: int, owner: str | None = None) -> None:
+    """Raise InputError for an odd number of key entries where they are taken in pairs. owner: the input that has it."""
+    if spec.keys_of(keys) == keys:
+        return
+    told = f"places of the Key axis are taken in pairs, so N must be even, got N = {keys}"
+    if owner is not None:
         taker = "turn" if spec.turns else "pair"
-        raise InputError(
-            f"{spec.name}: {taker} takes places of the Key axis in pairs, so N must be even{owner}{line_of_pairs(spec)}"
-        )
+        told = f"{taker} takes places of the Key axis in pairs, so N must be even, but `{owner}` has N = {keys}"
+    raise InputError(f"{spec.name}: {told}{line_of_pairs(spec)}")
 
 
 def state_keys(spec: Spec, keys: int) -> int:

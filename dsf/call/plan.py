@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsf.call.bind import Sizes
+from dsf.call.bind import Sizes, check_even
 from dsf.call.cost import CONVOLUTION, by_channel, cache_shape, flops, io_bytes
 from dsf.call.launches import Planned
-from dsf.language.errors import FormError, InputError
+from dsf.language.errors import FormError
 from dsf.language.expr import VALUE
 from dsf.language.invariant import invariant, is_invariant
-from dsf.language.places import line_of_pairs
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
@@ -141,11 +140,7 @@ def make_plan(
     Raises FormError for a form that the structure does not have, or a backend that does not exist or cannot run the
     call; InputError for an odd N where key entries are taken in pairs.
     """
-    if spec.in_pairs and sizes.keys % 2:
-        raise InputError(
-            f"{spec.name}: places of the Key axis are taken in pairs, so N must be even, got N = {sizes.keys}"
-            f"{line_of_pairs(spec)}"
-        )
+    check_even(spec, sizes.keys)
     if form == CONVOLUTION:
         return _of_convolution(spec, sizes, dtype, form, backend)
     wanted = gpu.wanted(backend, device)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from dsf.call import backwards, decode, guard, packing
+from dsf.call import asked, backwards, decode, guard, packing
 from dsf.call.attention import run_attention
-from dsf.call.bind import Bound, Sizes, bind, check_cache, check_state, state_keys
+from dsf.call.bind import Bound, bind, check_cache, check_state, state_keys
 from dsf.call.calls import Calls, allow, call_in_graph, calls_of, key_of, packs_in_graph
 from dsf.call.convolution import run_convolution
 from dsf.call.cost import CONVOLUTION
@@ -26,7 +26,7 @@ from dsf.call.solve import run_solved
 from dsf.kernels.attention import KVCache
 from dsf.language.attention import truncated
 from dsf.language.derived import interned
-from dsf.language.errors import FormError, InputError
+from dsf.language.errors import FormError, InputError, TraceError
 from dsf.language.spec import Spec
 from dsf.language.trace import trace
 from dsf.torch.columns import columns, state_columns
@@ -45,7 +45,7 @@ FinalState = Tensor | Any  # a State; whether it is a KVCache is known from the 
 class Recurrence:
     """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
 
-    ranks: ClassVar[Any]  # the module dsf.parallel.call, set when dsf.parallel is imported
+    ranks: ClassVar[Any] = asked.NoRanks  # the module dsf.parallel.call, set when dsf.parallel is imported
 
     def __init__(self, spec: Spec) -> None:
         self.spec = interned(spec)
@@ -112,6 +112,8 @@ class Recurrence:
         kernel forms have second derivatives; scan and chunk refuse them where they lack them.
         Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
         """
+        if type(return_state) is not bool or type(reverse) is not bool:
+            asked.check_switches(self.name, return_state=return_state, reverse=reverse)  # type: ignore[unreachable]
         initial_state = decode.in_order(self.spec, initial_state)
         if any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in (*args, *kwargs.values())):
             how: dict[str, Any] = {"cu_seqlens": cu_seqlens, "return_state": return_state, "form": form}
@@ -248,6 +250,8 @@ class Recurrence:
 
         Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
         """
+        if type(in_place) is not bool:
+            asked.check_switches(self.name, in_place=in_place)  # type: ignore[unreachable]  # callers without types
         if reverse:
             backwards.refuse(
                 self.name, "step", "backwards the last token comes first, and step knows of one token; call "
@@ -298,10 +302,11 @@ class Recurrence:
 
         Then come N columns for a readout that is a solve, and those for `prev`: the last value of each expression whose
         previous value is used, filled into columns of N.
-        Raises FormError for softmax attention, whose KV cache grows with the tokens, and for systems with a window.
+        Raises FormError for softmax attention and systems with a window, which keep a cache, InputError for bad sizes.
         """
         if self.spec.is_attention:
             raise FormError(f"{self.name}: its state is a KV cache, N + P numbers a token and head")
+        asked.check_sizes(self.spec, "the state", N=N, P=P)
         rows = state_keys(self.spec, N)
         return rows, state_columns(self.spec, rows, N if self.spec.has_key else 1, P)
 
@@ -333,15 +338,7 @@ class Recurrence:
             bound = bind(self.spec, args, kwargs)
             sizes, dtype, device, tensors = bound.sizes, bound.dtype, bound.device, bound.tensors
         else:
-            for name, size in numbers.items():
-                if not isinstance(size, int) or size < 1:
-                    given = size if isinstance(size, int) else type(size).__name__
-                    raise InputError(f"{self.name}: {name} is a size of the plan, expected at least 1, got {given}")
-            keys = N if self.spec.has_key else 1
-            sizes, device = Sizes(B, T, H, keys, state_keys(self.spec, keys), P), torch.device(device)
-            lengths = {"B": B, "T": T, "H": H, "N": N, "N/2": N // 2, "P": P}
-            shapes = {i.name: [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()] for i in self.spec.inputs}
-            tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+            sizes, device, tensors = asked.planned(self.spec, numbers, dtype, device)
         plan = make_plan(self.spec, sizes, dtype, form, backend, device)
         if plan.backend == "triton" and not (plan.one_step or reverse or parallel):
             plan = replace(plan, call=Planned.of(self, tensors, form, device))
@@ -392,6 +389,9 @@ def recurrence(function: Callable[..., Any] | None = None, *, name: str | None =
 
     `@recurrence(name="…")` gives it another name than the function's. Raises TraceError with the user's line.
     """
+
+    if not isinstance(name, str | None):
+        raise TraceError(f"recurrence(name=...) is the name of the recurrence, a string, got {name!r}")
 
     def wrap(f: Callable[..., Any]) -> Recurrence:
         spec = trace(f)
