@@ -439,6 +439,31 @@ def test_a_user_teaches_a_mixer_in_a_few_lines():
     del conversion.FORWARDS[Retention]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_what_a_taught_mixer_gets_has_its_inputs_dtype(dtype):
+    """It was float32, which a model in half precision cannot multiply by its weights."""
+    recurrence = dsf.mixers.unnormalized_linear_attention
+    model, x = Retention().to(dtype), torch.randn(2, 6, 8, dtype=dtype)
+    expected, wide = model(x), Retention().double()
+    wide.load_state_dict(model.state_dict())
+
+    @conversion.register(Retention, recurrence)
+    def retention(layer, module, x):
+        q, k, v = (part.unsqueeze(2) for part in module.qkv(x).chunk(3, dim=-1))
+        y, state = layer.run(recurrence, q=q, k=k, v=v)
+        assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        return module.out(y.squeeze(2))
+
+    try:
+        with dsf.convert(model):
+            y = model(x)
+    finally:
+        del conversion.FORWARDS[Retention]
+    assert y.dtype == dtype
+    rounding = (expected - wide(x.double())).abs().max()
+    assert (y - wide(x.double())).abs().max() <= 2 * rounding + 1e-12
+
+
 @pytest.mark.parametrize("taps", [2, 3, 4, 7])
 def test_the_convolutions_system_is_the_convolution(taps):
     x, weight = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(5, taps, dtype=torch.float64)

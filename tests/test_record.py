@@ -22,14 +22,14 @@ def no_gradients():
 @EVERY
 def test_phi_times_the_inputs_is_what_the_layer_computed(name, monkeypatch):
     outputs = []
-    run = Layer.run
+    run = Layer.run_wide
 
     def spy(layer, recurrence, state=None, **inputs):
         y, final = run(layer, recurrence, state, **inputs)
         outputs.append(y.double())
         return y, final
 
-    monkeypatch.setattr(Layer, "run", spy)
+    monkeypatch.setattr(Layer, "run_wide", spy)
     model = zoo.build(name)
     converted = dsf.convert(model)
     with record(converted, dtype=torch.float64) as recording:

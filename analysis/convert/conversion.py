@@ -166,7 +166,7 @@ def register(
         def my_mixer(layer, module, x):
             q, k, v = module.qkv(x).unflatten(-1, (3, heads, -1)).unbind(-3)
             y, state = layer.run(unnormalized_linear_attention, q=q, k=k, v=v)
-            return module.out(y.flatten(2).to(x.dtype))
+            return module.out(y.flatten(2))
 
     target: the class, or its name. recurrence: what stands for it in reports. kind: its name in reports. The function
     gets the Layer, the module and the arguments of the original forward, and returns what that forward returns.

@@ -78,7 +78,7 @@ def _run_s6(
     x, delta, b, c = (t.unsqueeze(2) for t in (x, delta, b, c))
     skip = x.new_zeros(1, x.shape[-1]) if D is None else D.unsqueeze(0)
     start = None if state is None else state.mT.unsqueeze(1)
-    y, final = layer.run(s6_core, start, x=x, delta=delta, b=b, c=c, A=A.T.unsqueeze(0), D=skip)
+    y, final = layer.run_wide(s6_core, start, x=x, delta=delta, b=b, c=c, A=A.T.unsqueeze(0), D=skip)
     return y.squeeze(2), final.squeeze(1).mT
 
 
@@ -104,7 +104,7 @@ def chunk_scan(
     delta = still(layer, _delta(dt, dt_bias, dt_softplus).clamp(*dt_limit))
     skip = A.new_zeros(A.shape) if D is None else D
     start = None if initial_states is None else initial_states.mT
-    y, final = layer.run(ssd_core, start, x=hidden_states, delta=delta, b=B, c=C, A=A, D=skip)
+    y, final = layer.run_wide(ssd_core, start, x=hidden_states, delta=delta, b=B, c=C, A=A, D=skip)
     return (y.contiguous(), final.mT.contiguous()) if return_final_states else y.contiguous()
 
 
@@ -143,7 +143,7 @@ def gated_delta_rule(
     q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
     state = options.get("initial_state")
     g, beta = still(layer, g), still(layer, beta)
-    y, final = layer.run(recurrence, state, q=q, k=k, v=value.to(wide), g=g.to(wide), beta=beta.to(wide))
+    y, final = layer.run_wide(recurrence, state, q=q, k=k, v=value.to(wide), g=g.to(wide), beta=beta.to(wide))
     return y.to(query.dtype), final if options.get("output_final_state") else None
 
 
@@ -158,7 +158,7 @@ def wkv(
         start = start.flatten(1)[:, None, None]  # columns of S, of the normaliser, of the running maximum
     pads = layer.padding(key.shape[1])
     key = key if pads is None else key.masked_fill(pads.unsqueeze(-1), -1e4)  # e^k = 0: nothing is written
-    y, final = layer.run(
+    y, final = layer.run_wide(
         rwkv4, start, k=key.unsqueeze(2), v=value.unsqueeze(2), w=time_decay.unsqueeze(0), u=time_first.unsqueeze(0)
     )
     kept = list(final[:, 0, 0].chunk(3, dim=-1)) if return_state or state is not None else None

@@ -35,7 +35,7 @@ def lightning(
     k = still(layer, k)
     cache = layer.call.cache
     start = None if cache is None else cache.get_linear_cache(module.layer_idx)
-    y, final = layer.run(retnet, start, q=q, k=k, v=v, slope=slope)
+    y, final = layer.run_wide(retnet, start, q=q, k=k, v=v, slope=slope)
     if pads is not None and cache is not None:
         trailing = trailing_padding(pads)  # a constant decay cannot be switched off: undo it
         final = final * (slope * trailing[:, None])[..., None, None].exp().to(final.dtype)
@@ -98,7 +98,7 @@ def _rg_lru(layer: Layer, module: Any, x: Tensor, reset: Tensor, pads: Tensor | 
         r, i, x = r.masked_fill(closed, -1e4), i.masked_fill(closed, -1e4), x.masked_fill(closed, 0)
     start = module.recurrent_states
     start = None if start is None else start.unflatten(-1, (heads, width)).unsqueeze(2)
-    y, final = layer.run(
+    y, final = layer.run_wide(
         rg_lru, start, x=x, r=r, i=i, reset=reset.unsqueeze(-1).to(x.dtype),
         Lambda=module.recurrent_param.unflatten(0, (heads, width)),
     )  # fmt: skip
@@ -125,7 +125,7 @@ def xlstm(
         wide = torch.promote_types(c_initial.dtype, torch.float32)
         top = m_initial.reshape(*n_initial.shape[:2], 1, 1).expand(*n_initial.shape, 1)
         start = torch.cat([c_initial.to(wide), n_initial.unsqueeze(-1).to(wide), top.to(wide)], dim=-1)
-    y, final = layer.run(mlstm, start, q=q, k=k, v=v, i=i, f=f)
+    y, final = layer.run_wide(mlstm, start, q=q, k=k, v=v, i=i, f=f)
     y = y.transpose(1, 2).to(value.dtype)
     p = value.shape[-1]
     last = module.config.return_last_states if return_last_states is None else return_last_states

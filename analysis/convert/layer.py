@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -108,8 +109,17 @@ class Layer:
         """Run `recurrence` on inputs in its own layout, [B, T, H, ·], state [B, H, N, P]; returns (y, final state).
 
         backward: tells recorders that the caller has reversed the tokens. Packed sequences of the call are kept apart.
-        Inputs are converted to float32, or float64 where an input is float64, which are the dtypes of y and state.
+        Inputs are converted to float32, or float64 where an input is float64. y has the inputs' dtype, the widest one
+        of those with a token axis.
         """
+        y, final = self.run_wide(recurrence, state, backward=backward, **inputs)
+        timed = [inputs[i.name].dtype for i in recurrence.spec.inputs if i.kind.time]
+        return y.to(functools.reduce(torch.promote_types, timed)), final
+
+    def run_wide(
+        self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
+    ) -> tuple[Tensor, Any]:
+        """`run`, with y in float32 or float64 whatever the inputs' dtype."""
         wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
         dtype = torch.float64 if wide else torch.float32
         given: dict[str, Any] = {name: x.to(dtype) for name, x in inputs.items()}
