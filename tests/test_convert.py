@@ -336,6 +336,25 @@ NOTES = [
 ]
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_boolean_mask_says_what_is_seen_and_the_report_that_eager_adds_it(name, ids):
+    """As torch's attention reads it, by which the converted model is the model; eager would see later tokens by it."""
+    model = zoo.build(name)
+    seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None].repeat(len(ids), 1, 1, 1)
+    seen[:, :, 5:, 2] = False
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    assert off(model(input_ids=ids, attention_mask=seen).logits, expected) > 0.01
+    with dsf.convert(model) as converted:
+        assert "adds it to its scores" in str(converted)
+        assert off(model(input_ids=ids, attention_mask=seen).logits, expected) < 1e-5
+    model.set_attn_implementation("sdpa")
+    own = model(input_ids=ids, attention_mask=seen).logits
+    with dsf.convert(model) as converted:
+        assert "adds it to its scores" not in str(converted)
+        assert off(model(input_ids=ids, attention_mask=seen).logits, own) < 1e-5
+
+
 @pytest.mark.parametrize("name, note", NOTES)
 def test_the_report_says_where_the_original_is_wrong(name, note):
     assert f"note, {note}" in str(dsf.convert(zoo.build(name)))

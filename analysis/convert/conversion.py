@@ -32,6 +32,7 @@ NOTES = {
     "WKV-4": ("calls of one token keep the sequences of a batch apart; the original mixes them up",),
 }
 POSITIONS = "a cached call without position_ids goes on after the cache; the original starts at position 0 again"
+MASKS = "a boolean mask with an axis of heads says what is seen; the original, eager attention, adds it to its scores"
 FORGETFUL = ("BambaAttention", "MiniMaxAttention")  # in models that forget positions
 LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original does not"
 CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
@@ -130,7 +131,8 @@ def _converted(model: nn.Module, patches: Patches) -> Converted:
     found, left = find(model)
     layers, shared = [], ModelCall()
     attention = [f for f in found if f.how == "softmax"]
-    if attention and not _set_attention(model, patches):
+    before = _set_attention(model, patches) if attention else None
+    if attention and before is None:
         left += [
             LeftAlone(f.name, type(f.module).__name__, "its attention cannot be set from outside") for f in attention
         ]
@@ -149,6 +151,8 @@ def _converted(model: nn.Module, patches: Patches) -> Converted:
     apart = {id(part) for f in found if f.how == "FIR" for part in f.module.modules()}
     for entry in found:
         layer = _convert(entry, patches, apart)
+        if entry.how == "softmax" and before == "eager":
+            layer.notes += (MASKS,)
         layer.shared = shared
         layers.append(layer)
     _mend_methods(model, shared, patches)
@@ -266,19 +270,19 @@ def _forget(module: nn.Module) -> None:
     softmax.LAYERS.pop(module, None)
 
 
-def _set_attention(model: Any, patches: Patches) -> bool:
-    """Route softmax attention through dsf's function; returns False where the model does not let its attention be
-    set.
+def _set_attention(model: Any, patches: Patches) -> str | None:
+    """Route softmax attention through dsf's function; returns what computed it before, None where the model does not
+    let its attention be set.
     """
     if not hasattr(model, "set_attn_implementation"):
-        return False
+        return None
     softmax.register()
-    before = model.config._attn_implementation
+    before: str = model.config._attn_implementation
     model.set_attn_implementation(softmax.NAME)
     if model.config._attn_implementation != softmax.NAME:
-        return False
+        return None
     patches.on_undo(lambda: model.set_attn_implementation(before))
-    return True
+    return before
 
 
 def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, attends: set[bool]) -> None:
