@@ -94,6 +94,8 @@ CONFIGS = {
     },
     "gpt2": {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {**SMALL, **HEADS, **TWO},
+    "bloom": {**SMALL, "n_layer": 2, "n_head": 6, "hidden_size": 48},
+    "mpt": {**SMALL, "hidden_size": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 64},
     "llama": {**SMALL, **HEADS, **TWO},
     "qwen2": {**SMALL, **HEADS, **TWO},
     "mistral": {**SMALL, **HEADS, **TWO, "sliding_window": 6, "head_dim": 8},

@@ -20,8 +20,8 @@ TYPES = list(zoo.CONFIGS)
 EVERY = pytest.mark.parametrize("name", TYPES)
 TOKENS = 13
 FIXED_STATE = ["mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm"]  # nothing but recurrences
-# A window of key places, counted with the padding between: out of the reach of a mask.
-WINDOWED = ["mistral", "gpt_oss", "recurrent_gemma", "inkling_text"]
+# A window or biases of key places, counted with the padding between: out of the reach of a mask.
+WINDOWED = ["mistral", "gpt_oss", "recurrent_gemma", "inkling_text", "mpt"]
 
 
 @pytest.fixture(autouse=True)
@@ -498,11 +498,52 @@ def test_the_convolutions_system_is_the_convolution(taps):
 def test_capped_scores_and_unknown_attention_are_left_alone():
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for name, why in (("gemma2", "its scores are capped"), ("bloom", "an unknown mixer")):
-        sizes = {**zoo.SMALL, **zoo.HEADS, **zoo.TWO, "head_dim": 8, "n_layer": 2, "n_head": 4}
+    for name, why in (("gemma2", "its scores are capped"), ("falcon", "an unknown mixer")):
+        sizes = {**zoo.SMALL, **zoo.HEADS, **zoo.TWO} | ({"head_dim": 8} if name == "gemma2" else {})
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
         with pytest.raises(ConversionError, match=rf"no mixer to convert: .*{why}"):
             dsf.convert(model)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_biases_of_positions_are_a_decay(name, ids):
+    """ALiBi: logits, weights and gradients behind padding at both places, in pieces, with dropout; as recorded, too."""
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[1, 5:8] = 0
+    with float64_throughout(), torch.enable_grad():
+        model = zoo.build(name, torch.float64)
+        for part in model.modules():
+            if hasattr(part, "attn_dropout_p"):
+                part.attn_dropout_p = 0.3
+            if isinstance(getattr(part, "attention_dropout", None), nn.Dropout):
+                part.attention_dropout.p = 0.3
+
+        def everything():
+            found, given = [], {"input_ids": ids, "use_cache": False}
+            for more in ({}, {"attention_mask": mask}, {"attention_mask": mask, "output_attentions": True}):
+                out = model(**given, **more)
+                logits = out.logits[mask == 1] if more else out.logits
+                found += [logits.detach(), *torch.autograd.grad(logits.sin().sum(), weights, allow_unused=True)]
+                found += [x.transpose(1, 2)[mask == 1].detach() for x in out.attentions or ()]
+            found.append(zoo.in_pieces(model, ids, [4, 1, 8], attention_mask=mask)[mask == 1].detach())
+            model.train()
+            torch.manual_seed(3)
+            found.append(model(**given).logits.detach())
+            model.eval()
+            return [x for x in found if x is not None]
+
+        weights = list(model.parameters())
+        expected = everything()
+        with dsf.convert(model) as converted:
+            assert {x.recurrence.name for x in converted.layers} == {"alibi"}
+            for got, wanted in zip(everything(), expected, strict=True):
+                assert (got - wanted).abs().max() <= 1e-11 * (wanted.abs().max() + 1)
+            with torch.no_grad(), dsf.analysis.record(converted) as recording:
+                shown = model(input_ids=ids, output_attentions=True, use_cache=False).attentions
+            for layer, weight in zip(recording.layers, shown, strict=True):
+                trajectory = recording.trajectory(layer)
+                torch.testing.assert_close(trajectory.kernel_matrix()[..., 0], weight)
+                assert ((trajectory.attention.decay > 0) & (trajectory.attention.decay < 1)).all()
 
 
 def test_attention_with_sinks_for_every_query_is_left_alone_with_its_masks(ids):

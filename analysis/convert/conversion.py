@@ -129,7 +129,7 @@ def convert(model: nn.Module) -> Converted:
 
 def _converted(model: nn.Module, patches: Patches) -> Converted:
     found, left = find(model)
-    layers, shared = [], ModelCall()
+    layers, shared = [], ModelCall(getattr(model, "config", None))
     attention = [f for f in found if f.how == "softmax"]
     before = _set_attention(model, patches) if attention else None
     if attention and before is None:

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsf import Recurrence
+from dsf.analysis.convert.alibi import bloom, mpt
 from dsf.analysis.convert.cores import still
 from dsf.analysis.convert.fir import convolve
 from dsf.analysis.convert.layer import Layer, ModelCall, Run, boundaries, trailing_padding
 from dsf.call.packing import Packing
-from dsf.mixers import Hydra, Mixer, VisionMamba, mlstm, retnet, rg_lru
+from dsf.mixers import Hydra, Mixer, VisionMamba, alibi, mlstm, retnet, rg_lru
 from dsf.mixers.models.states import sequences_of
 
 
@@ -230,6 +231,8 @@ class Forward:
 
 
 FORWARDS: dict[str | type[nn.Module], Forward] = {
+    "BloomAttention": Forward("softmax", alibi, bloom),
+    "MptAttention": Forward("softmax", alibi, mpt),
     "MiniMaxLightningAttention": Forward(
         "Lightning", retnet, lightning, ("cached calls of several tokens go on; the original raises an error",)
     ),

@@ -140,10 +140,15 @@ class Layer:
 
 
 class ModelCall:
-    """The arguments of the model's forward, of which its mixers receive a part."""
+    """The arguments of the model's forward, of which its mixers receive a part. config: the model's, or None."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any = None) -> None:
         self.arguments: dict[str, Any] = {}
+        self.config = config
+
+    def asks(self, switch: str) -> bool:
+        """Whether the call asks for it, or the model's configuration where the call leaves it open."""
+        return bool(self.arguments.get(switch, getattr(self.config, switch, False)))
 
     def mask(self, tokens: int) -> Tensor | None:
         """bool [B, tokens], False where the newest tokens are padding, from the 2-D attention mask; None without."""
@@ -165,7 +170,7 @@ def trailing_padding(pads: Tensor) -> Tensor:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among a call's arguments, or None; transformers calls it `cache` from 5.24 on."""
-    names = ("cache", "cache_params", "past_key_values")
+    names = ("cache", "cache_params", "past_key_values", "layer_past")
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 

@@ -60,7 +60,7 @@ def attention(
     if own is not None and not dropped and not options.get("output_attentions"):
         return _run(own, operands), None
     if sink is None and not dropped and not options.get("output_attentions"):
-        return _fused(operands).transpose(1, 2).contiguous(), None
+        return attend_fused(operands).transpose(1, 2).contiguous(), None
     weights = operands.matrix()
     y = F.dropout(weights, dropped).to(value.dtype) @ spread_heads(value, query.shape[1])
     return y.transpose(1, 2).contiguous(), weights
@@ -88,16 +88,7 @@ def _declared_as(operands: Attention, window: int | None) -> Recurrence | None:
 
     Its mask may hide only tokens before a window: padding and packed sequences keep their masks.
     """
-    tokens, places = operands.a.shape[2], operands.k.shape[2]
-    if (window is None and operands.sink is None) or operands.bias is not None or tokens != places:
-        return None
-    if operands.seen is not None:
-        age = torch.arange(tokens, device=operands.a.device)
-        age = age[:, None] - age
-        band = (age >= 0) & (age < (tokens if window is None else window))
-        if not bool((operands.seen == band).all()):
-            return None
-    elif window is not None and window < tokens:
+    if (window is None and operands.sink is None) or operands.bias is not None or not sees_all(operands, window):
         return None
     return declared(window, operands.sink is not None)
 
@@ -110,13 +101,33 @@ def _run(recurrence: Recurrence, operands: Attention) -> Tensor:
     return y.contiguous()
 
 
-def _fused(operands: Attention) -> Tensor:
+def attend_fused(operands: Attention) -> Tensor:
+    """y [b, h, t, p] of operands without a sink, by torch's attention."""
     if operands.bias is None:
         return fused(operands.a, operands.k, operands.v, operands.seen)
-    heads = operands.a.shape[1]
-    mask = operands.bias if operands.seen is None else operands.bias.masked_fill(~operands.seen, float("-inf"))
+    heads, bias = operands.a.shape[1], operands.bias.to(operands.a.dtype)
+    mask = bias if operands.seen is None else bias.masked_fill(~operands.seen, float("-inf"))
     k, v = spread_heads(operands.k, heads), spread_heads(operands.v, heads)
     return F.scaled_dot_product_attention(operands.a, k, v, attn_mask=mask, scale=1.0)
+
+
+def sees(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """What each query of a causal attention sees [b|1, h|1, t, s], None for all tokens until its own."""
+    seen, _ = _split_mask(True, query, key, mask, None, layer.shared.mask(key.shape[2]))
+    return _apart(seen, layer.call.cu_seqlens, query)
+
+
+def sees_all(operands: Attention, window: int | None = None) -> bool:
+    """Whether each query sees the last `window` tokens until its own, None for all, of keys that are all the call's."""
+    tokens, places = operands.a.shape[2], operands.k.shape[2]
+    if tokens != places:
+        return False
+    if operands.seen is None:
+        return window is None or window >= tokens
+    age = torch.arange(tokens, device=operands.a.device)
+    age = age[:, None] - age
+    band = (age >= 0) & (age < (tokens if window is None else window))
+    return bool((operands.seen == band).all())
 
 
 def _split_mask(
