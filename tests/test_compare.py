@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import dsf
-from dsf import Scalar, System
+from dsf import InputError, Scalar, System
 from dsf.analysis import compare as engine
 from dsf.analysis import report
 from dsf.analysis.compare import fair, recall, saved
@@ -161,6 +162,41 @@ def test_parameters_of_the_whole_zoo_are_equal_to_two_percent():
     with pytest.raises(dsf.InputError, match="so small"):
         tiny = Setup(d_model=2, layers=64, n_heads=1, d_state=2, headdim=2)
         fair.matched([fair.maker(find("ssd"), "equal")], tiny)
+
+
+def quiet(step, bits):
+    """No progress is told."""
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 8, 400])
+def test_a_trial_has_a_step_that_its_rate_has_changed(steps):
+    """The first step's loss is the same for all rates: trials of one step chose the first rate, whatever it was."""
+    assert engine.Protocol().trial(replace(SETUP, steps=steps)) == max(2, steps // 4)
+    with pytest.raises(InputError, match="trial_steps is 1, expected 0 or at least 2: no rate has changed"):
+        engine.Protocol(trial_steps=1)
+
+
+def test_rates_of_the_shortest_runs_have_results_of_their_own(text):
+    setup, protocol = replace(SETUP, steps=2), engine.Protocol(seeds=1)
+    found, _ = fair.learn(find("linear_attention"), "equal", text, setup, protocol, quiet)
+    assert len(set(found.rates.values())) == len(found.rates) == 3
+    assert found.rate == min((bits, float(rate)) for rate, bits in found.rates.items())[1]
+
+
+def test_weights_of_a_file_that_was_edited_since_are_not_loaded(text, tmp_path):
+    """They were, into another recurrence."""
+    source = tmp_path / "mine.py"
+    code = "import dsf\nfrom dsf import Key, System, Value\n\n@dsf.recurrence\ndef slow(q: Key, k: Key, v: Value):\n"
+    source.write_text(code + "    return System(A=0.9, B=k * v, C=q)\n")
+    protocol = engine.Protocol(seeds=1, rates=(2e-3,), keep=tmp_path)
+    found, model = fair.learn(find(f"{source}:slow"), "equal", text, replace(SETUP, steps=1), protocol, quiet)
+    again = fair.load(Path(found.weights[0]))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    source.write_text(code + "    return System(A=0.75, B=k * v, C=q)\n")
+    read = [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(source)]
+    del sys.modules[read[0]]  # as in another process
+    with pytest.raises(InputError, match=r"mine.py:slow was edited .* when it was slow\(q: Key.*A = 0.9"):
+        fair.load(Path(found.weights[0]))
 
 
 def test_the_rate_is_the_best_of_its_trials(result):

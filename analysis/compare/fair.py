@@ -46,9 +46,9 @@ class Protocol:
     """The runs of each mixer.
 
     seeds: number of models of each layer, from setup.seed on. rates: learning rates to try; a single one is taken
-    without a trial. trial_steps: steps of a trial, 0 for a quarter of setup.steps. recall_steps: steps of the recall
-    task, 0 for none. papers: whether the paper's layer is trained too. keep: folder for the weights, or None. Raises
-    InputError for values out of range.
+    without a trial. trial_steps: steps of a trial, at least 2, 0 for a quarter of setup.steps. recall_steps: steps of
+    the recall task, 0 for none. papers: whether the paper's layer is trained too. keep: folder for the weights, or
+    None. Raises InputError for values out of range.
     """
 
     seeds: int = 3
@@ -61,11 +61,15 @@ class Protocol:
     def __post_init__(self) -> None:
         for name, least in (("seeds", 1), ("trial_steps", 0), ("recall_steps", 0)):
             at_least(name, getattr(self, name), least)
+        if self.trial_steps == 1:
+            raise InputError(
+                "trial_steps is 1, expected 0 or at least 2: no rate has changed the loss of the first step"
+            )
         check_rates("rates", self.rates)
 
     def trial(self, setup: Setup) -> int:
         """The steps of a trial."""
-        return self.trial_steps or max(1, setup.steps // 4)
+        return self.trial_steps or max(2, setup.steps // 4)
 
     def steps(self, setup: Setup, kind: Kind) -> int:
         """All training steps of one layer."""
@@ -223,12 +227,14 @@ def keep(model: ByteLM, subject: Subject, kind: Kind, setup: Setup, folder: Path
     """Write a model's weights and settings to a file that `load` reads; returns its path."""
     path = folder / f"{subject.name}-{kind}-{setup.seed}.pt"
     data = {"given": subject.given, "kind": kind, "setup": asdict(setup), "weights": model.state_dict()}
+    data["system"] = str(subject.recurrence)
     whole(path, lambda other: torch.save(data, other))
     return str(path)
 
 
 def load(path: Path) -> ByteLM:
-    """The model in a file of `dsf compare --save-weights`. Raises InputError for another file."""
+    """The model in a file of `dsf compare --save-weights`. Raises InputError for another file, and where the mixer was
+    declared otherwise then."""
     try:
         data = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
@@ -237,7 +243,11 @@ def load(path: Path) -> ByteLM:
         data = None
     if not isinstance(data, dict) or {"given", "kind", "setup", "weights"} - data.keys():
         raise InputError(f"{path} is no file of dsf compare --save-weights")
-    model = make_model(maker(find(data["given"]), data["kind"]), Setup(**{**data["setup"], "device": "cpu"}))
+    subject = find(data["given"])
+    if data.get("system", str(subject.recurrence)) != str(subject.recurrence):
+        then = " ".join(data["system"].split())
+        raise InputError(f"{path}: {subject.given} was edited since it was trained, when it was {then}")
+    model = make_model(maker(subject, data["kind"]), Setup(**{**data["setup"], "device": "cpu"}))
     model.load_state_dict(data["weights"])
     return model
 
