@@ -373,6 +373,36 @@ def test_a_token_that_clears_the_state_erases_nothing_more(r):
     torch.testing.assert_close(gates.erase[:, 3:], there.erase[:, 3:], **CLOSE)
 
 
+@pytest.mark.parametrize("n", [4, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keyed", [False, True], ids=["scalar", "key"])
+def test_gates_of_turned_pairs_are_those_without_turns_where_decays_are_0_too(keyed, dtype, n):
+    """They were nan at a decay of 0, and where products of N decays left the range of numbers."""
+    from dsf import I, Key, Pair, Scalar, System, Value, diag, outer, turn
+
+    @dsf.recurrence
+    def turned(q: Key, k: Key, v: Value, g: Key if keyed else Scalar, b: Scalar, t: Pair):
+        return System(A=(I - b * outer(k, k)) @ ((diag(g) if keyed else g) @ turn(t)), B=k * v, C=q)
+
+    @dsf.recurrence
+    def plain(q: Key, k: Key, v: Value, g: Key if keyed else Scalar, b: Scalar):
+        return System(A=(I - b * outer(k, k)) @ (diag(g) if keyed else g * I), B=k * v, C=q)
+
+    q, k = torch.randn(2, 2, 6, 3, n, dtype=dtype)
+    k, (v, t) = torch.nn.functional.normalize(k, dim=-1), torch.randn(2, 2, 6, 3, n // 2, dtype=dtype)
+    g, b = torch.rand(2, 6, 3, *[n] * keyed, dtype=dtype), torch.rand(2, 6, 3, dtype=dtype)
+    g[:, 1], g[:, 3], g[:, 4] = 0, 1e-30, 1e-6
+    if keyed:
+        g[:, 2, :, 0] = 0
+    got, expected = (
+        m.gate_strengths(r.trajectory(*x)) for r, x in ((turned, (q, k, v, g, b, t)), (plain, (q, k, v, g, b)))
+    )
+    assert (got.erase[:, 1] == 0).all() and (got.erase[:, 2:] > 0).all()
+    torch.testing.assert_close(got.erase, expected.erase, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
+    if not keyed:
+        torch.testing.assert_close(got.decay, expected.decay, rtol=1e-5, atol=0.0)
+
+
 SIZES = [
     ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 4096}, 2 * 4096 * 16 * 128),
     ("softmax_attention", {"heads": 16, "N": 128, "P": 128, "context": 4096, "window": 512}, 2 * 512 * 16 * 128),

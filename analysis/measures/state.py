@@ -68,6 +68,36 @@ class Gates(NamedTuple):
     write: Tensor
 
 
+class _Pairs(NamedTuple):
+    """The decays of turned pairs: decay [..., N, p], √|det| of both entries; inverse [..., p, N / 2, 2, 2], of what a
+    decay of 0 leaves (Moore and Penrose's), times `scale` [..., p, N / 2, 1, 1], which may be very small.
+    """
+
+    decay: Tensor
+    inverse: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, blocks: Tensor) -> _Pairs:
+        """Of the matrices of pairs [..., p, N / 2, 2, 2]."""
+        scale = blocks.abs().amax((-1, -2), keepdim=True)
+        unit = torch.where(scale == 0, 0.0, blocks / scale)
+        (a, b), (c, d) = (row.unbind(-1) for row in unit.unbind(-2))
+        det = (a * d - b * c)[..., None, None]
+        other = torch.stack([torch.stack([d, -b], -1), torch.stack([-c, a], -1)], -2)
+        square = unit.square().sum((-1, -2), keepdim=True)
+        single = torch.where(square == 0, 0.0, unit.mT / square)  # of rank one
+        decay = (det.abs().sqrt() * scale).squeeze(-1).expand(*scale.shape[:-2], 2).flatten(-2).mT
+        return cls(decay, torch.where(det == 0, single, other / det), scale)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Vectors [..., r, N, p] before the decays; 0 where these leave nothing."""
+        parts = x.mT.unflatten(-1, (-1, 2)).unsqueeze(-1)
+        found = self.inverse.unsqueeze(-5) @ parts
+        scale = self.scale.unsqueeze(-5)
+        return torch.where(scale == 0, 0.0, found / scale).squeeze(-1).flatten(-2).mT
+
+
 def gate_strengths(trajectory: Trajectory) -> Gates:
     """Strength of decay, erasure and writing of each token. Over micro-steps decay and erase are products, write is
     a sum. Raises FormError for attention and windows, which have no state with a size.
@@ -77,14 +107,14 @@ def gate_strengths(trajectory: Trajectory) -> Gates:
     assert problem is not None
     micro, tokens, heads = problem.micro, trajectory.tokens, trajectory.heads
     lead = (trajectory.batch, tokens * micro, heads)
-    decay = a.decay if a.cross is None else torch.linalg.det(a.pair_blocks(n)).abs().sqrt().mT
+    pairs = None if a.cross is None else _Pairs.of(a.pair_blocks(n))
+    decay = a.decay if pairs is None else pairs.decay
     decay = decay.expand(*lead, *decay.shape[3:])
     kept = torch.ones(lead, dtype=decay.dtype, device=decay.device)
-    if a.cross is not None and a.left is not None:
-        kept = (torch.linalg.det(a.to_dense(n)) / torch.linalg.det(a.pair_blocks(n)).prod(-1)).abs().mean(-1)
-    elif a.left is not None and a.right is not None:
+    if a.left is not None and a.right is not None:
         left = a.left.expand(*lead, *a.left.shape[3:])
-        left = torch.where(left == 0, 0.0, left / decay.unsqueeze(-3))  # a decay of 0 leaves nothing to remove
+        whole = decay.unsqueeze(-3)
+        left = torch.where(whole == 0, 0.0, left / whole) if pairs is None else pairs.undo(left)
         small = torch.einsum("...rnp,...snp->...prs", *torch.broadcast_tensors(a.right, left))
         small = small + torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
         kept = torch.linalg.det(small).abs().mean(-1)
