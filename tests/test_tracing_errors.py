@@ -676,6 +676,15 @@ def test_only_functions_are_recurrences(thing):
         dsf.recurrence(thing)
 
 
+def test_nothing_is_divided_by_nought():
+    """It was declared, and failed when it was planned or called, without a name or a line."""
+    with pytest.raises(TraceError, match=r"^zero: `k \* v / 0` is not a real number(.|\n)*test_tracing_errors.py:"):
+
+        @dsf.recurrence
+        def zero(q: Key, k: Key, v: Value):
+            return System(A=I, B=k * v / 0, C=q)
+
+
 @pytest.mark.parametrize("name", [3, System], ids=str)
 def test_names_of_recurrences_are_words(name):
     with pytest.raises(TraceError, match=r"recurrence\(name=\.\.\.\) is the name of the recurrence, a string, got"):

@@ -234,6 +234,8 @@ def _binary(op: str, a: Any, b: Any) -> Any:
     a, b = as_expr(a), as_expr(b)
     if a.is_constant and b.is_constant and op in ARITHMETIC:
         return const(_fold(op, a.value, b.value))
+    if op == "div" and b is const(0):
+        raise TraceError(f"`{a} / 0` is not a real number, whatever `{a}` is")
     if op in ("add", "sub") and b.is_constant and b.value == 0:
         return a
     if op == "add" and a.is_constant and a.value == 0:
@@ -257,8 +259,7 @@ def _fold(op: str, a: float, b: float) -> float:
 
 def children_first(*roots: Expr) -> list[Expr]:
     """Every node reachable from roots, each after its operands."""
-    seen: set[int] = set()
-    out: list[Expr] = []
+    seen, out = set[int](), list[Expr]()
     stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
     while stack:
         node, expanded = stack.pop()
