@@ -26,6 +26,7 @@ from dsf.analysis.ranks import Ranks, whole_state
 from dsf.analysis.records import File, Number, Record, read, schema_field
 from dsf.analysis.report import finite
 from dsf.analysis.text import HELD_OUT, read_text
+from dsf.analysis.training import check_seed
 from dsf.language.errors import DsfError, InputError
 from dsf.mixers._files import files_of
 from dsf.mixers.models.causal_lm import CausalLM
@@ -171,6 +172,7 @@ def prepare(run: Run, resume: bool) -> Prepared:
         raise InputError("--device cuda: this machine has no CUDA GPU that torch can use")
     if run.lr is not None and not 0 < run.lr < math.inf:
         raise InputError(f"--lr {run.lr}: expected a number above 0")
+    check_seed("--seed", run.seed)
     sized(run.size, mixers)  # unknown mixers, before the text is read
     ranks = run.ranks
     name, data = read_text(run.text)

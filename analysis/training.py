@@ -52,7 +52,7 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq", "steps", "hidden"):
             at_least(name, getattr(self, name), 1)
-        at_least("seed", self.seed, 0)
+        check_seed("seed", self.seed)
         check_rates("lr", (self.lr,))
 
     @property
@@ -65,6 +65,13 @@ def at_least(name: str, given: int | None, least: int) -> None:
     """Raise InputError for a number below `least`."""
     if given is not None and given < least:
         raise InputError(f"{name} is {given}, expected at least {least}")
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raise InputError for a seed that one of the generators does not take: numpy's takes 32 bits."""
+    at_least(name, seed, 0)
+    if seed >= 2**32:
+        raise InputError(f"{name} is {seed}, expected at most {2**32 - 1}")
 
 
 def check_rates(name: str, rates: Sequence[float]) -> None:

@@ -18,6 +18,7 @@ from dsf.checking.examples import Example, draw_tensor, lengths
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject, distance
 from dsf.checking.ranges import Range, legal_ranges, ranges_of
+from dsf.fuzz import run as fuzz
 from dsf.kernels.operators import Transition
 
 FAST = {"examples": 2, "tokens": 70, "dtypes": (torch.float64,)}
@@ -429,6 +430,41 @@ def test_the_edge_refuses_what_it_does_not_know():
         dsf.check(decayed, ranges={"gate": (0, 1)})
     with pytest.raises(dsf.InputError, match="the range of `alpha` is empty: low 1, high 0"):
         dsf.check(decayed, ranges={"alpha": (1, 0)})
+
+
+NO_NUMBERS = [("examples", 0), ("examples", 1.5), ("tokens", 0), ("tokens", "9"), ("seed", 1.5), ("seed", None)]
+
+
+@pytest.mark.parametrize("name, given", NO_NUMBERS, ids=str)
+def test_numbers_that_cannot_be_are_refused(name, given):
+    """tokens=0 and seeds that are no integers were reported as broken laws."""
+    with pytest.raises(dsf.InputError, match=f"^decayed: {name} is an integer.*, got {given!r}$"):
+        dsf.check(decayed, **{**FAST, name: given})
+
+
+@pytest.mark.parametrize("nothing", [{"laws": ()}, {"forms": ()}, {"laws": ("forms",), "forms": ("naive",)}], ids=str)
+def test_where_nothing_is_tested_no_law_is_said_to_hold(nothing):
+    with pytest.raises(dsf.InputError, match=r"^decayed: nothing is tested by .* on the forms "):
+        dsf.check(decayed, **FAST, **nothing)
+
+
+def test_seeds_of_any_size_and_single_names_are_taken():
+    """A seed beyond 64 bits was reported as broken laws."""
+    for seed in (10**30, -(10**30), -5):
+        assert dsf.check(decayed, examples=1, tokens=9, seed=seed, laws="forms", dtypes=torch.float64, forms="chunk").ok
+    assert fuzz(cases=2, seed=10**30, recurrence=decayed).ok
+
+
+def test_what_is_no_recurrence_is_refused():
+    for thing, hint in (
+        ("gla", "got str"),
+        (by_hand, "got function"),
+        (dsf.mixers.GLA(16), "got GLA; .* layer.recurrence"),
+    ):
+        with pytest.raises(dsf.InputError, match=f"^dsf.check takes a recurrence, {hint}"):
+            dsf.check(thing)
+    with pytest.raises(dsf.InputError, match="against is a function of the inputs, got int"):
+        dsf.check(decayed, against=3)
 
 
 def test_import_does_not_load_hypothesis_and_check_says_what_to_install():

@@ -176,6 +176,13 @@ def test_a_trial_has_a_step_that_its_rate_has_changed(steps):
         engine.Protocol(trial_steps=1)
 
 
+@pytest.mark.parametrize("seed", [2**32, 10**22])
+def test_seeds_that_no_generator_takes_are_refused(seed):
+    """Every mixer failed by them, and the report of that was written."""
+    with pytest.raises(InputError, match=f"^seed is {seed}, expected at most 4294967295$"):
+        Setup(seed=seed)
+
+
 def test_rates_of_the_shortest_runs_have_results_of_their_own(text):
     setup, protocol = replace(SETUP, steps=2), engine.Protocol(seeds=1)
     found, _ = fair.learn(find("linear_attention"), "equal", text, setup, protocol, quiet)

@@ -273,6 +273,11 @@ def test_sizes_of_a_plan_are_positive(sizes):
     refused(f"^mixer: {name} is a size of the plan, expected at least 1, got {size}", call=mixer.plan, **sizes)
 
 
+@pytest.mark.parametrize("sizes", [{"N": 10**22}, {"T": 10**10, "H": 10**10}], ids=str)
+def test_sizes_of_a_plan_can_be_counted(sizes):
+    refused("^mixer: inputs of B = 1, .* have more numbers than torch can count", call=mixer.plan, **sizes)
+
+
 @pytest.mark.parametrize("sizes", [{"N": 0}, {"P": -2}, {"N": 2.0}, {"N": "3"}, {"P": None}, {"P": True}], ids=str)
 def test_sizes_of_a_state_are_positive_integers(sizes):
     name, size = next(iter(sizes.items()))

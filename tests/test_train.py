@@ -250,6 +250,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
         (["--device", "cuda"], "no CUDA GPU"),
         (["--device", "cuda:1"], "--device cuda:1: expected cpu or cuda"),
         (["--lr", "0"], "--lr 0.0: expected a number above 0"),
+        (["--seed", "5000000000"], "--seed is 5000000000, expected at most 4294967295"),
         (["--mixer", "hydra"], "hydra reads its sequences in both directions"),
         (["--mixer", "own.py:forgetful,hyena,s6"], "mixers has 3 entries, which do not divide n_layers"),
     ],

@@ -60,4 +60,8 @@ def planned(
     sizes = Sizes(numbers["B"], numbers["T"], numbers["H"], keys, state_keys(spec, keys), numbers["P"])
     lengths = numbers | {"N/2": numbers["N"] // 2}
     shapes = {i.name: [lengths.get(a, i.kind.steps or 1) for a in i.kind.layout()] for i in spec.inputs}
-    return sizes, where, {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    try:
+        return sizes, where, {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    except (OverflowError, RuntimeError, TypeError) as error:  # torch's words for numbers beyond 64 bits differ
+        given = ", ".join(f"{name} = {size}" for name, size in numbers.items())
+        raise InputError(f"{spec.name}: inputs of {given} have more numbers than torch can count") from error

@@ -68,12 +68,15 @@ def check(
     backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
 
     Returns a Report: `.ok`, `print(report)`, `.brief()`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown
-    form or backend, and for backend="triton" where it cannot run the recurrence; InputError for an unknown law or input
-    name, and for a device that this machine does not have; DsfError, saying what to install, without hypothesis.
+    form or backend, and for backend="triton" where it cannot run the recurrence; InputError for anything but a
+    recurrence, an unknown law or input name, numbers that cannot be, a device that this machine does not have, and
+    where nothing is left to test; DsfError, saying what to install, without hypothesis.
     """
     import dsf.testing  # noqa: F401, needs hypothesis: fail before any work
 
     begin = time.perf_counter()
+    _check_asked(recurrence, against, examples, tokens, seed)
+    forms, laws, dtypes = _several(forms), _several(laws), _several(dtypes)
     check_device(recurrence.name, device)
     if backend not in ("auto", *BACKENDS):
         raise FormError(
@@ -84,6 +87,9 @@ def check(
     subject = Subject(recurrence, ranges_of(recurrence.spec, ranges), against, device, elsewhere)
     run = _Run(subject, found, _names(dtypes), ranges, examples, tokens, seed)
     run.try_laws(_laws(recurrence, laws))
+    if not run.cells:
+        these = f"the laws {', '.join(laws) or 'none'}" if laws is not None else "all laws"
+        raise InputError(f"{recurrence.name}: nothing is tested by {these} on the forms {', '.join(found) or 'none'}")
     failures = tuple(run.failures())
     return Report(
         recurrence=recurrence.name,
@@ -95,6 +101,25 @@ def check(
         examples=run.drawn,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _check_asked(recurrence: Any, against: Any, examples: Any, tokens: Any, seed: Any) -> None:
+    """Raise InputError for what is no recurrence, no function and no number of its kind."""
+    if not isinstance(recurrence, Recurrence):
+        inner = getattr(recurrence, "recurrence", None)
+        hint = "; check the recurrence of a layer: layer.recurrence" if isinstance(inner, Recurrence) else ""
+        raise InputError(f"dsf.check takes a recurrence, got {type(recurrence).__name__}{hint}")
+    for name, given in (("examples", examples), ("tokens", tokens), ("seed", seed)):
+        if not isinstance(given, int) or (given < 1 and name != "seed"):
+            least = "" if name == "seed" else " of at least 1"
+            raise InputError(f"{recurrence.name}: {name} is an integer{least}, got {given!r}")
+    if against is not None and not callable(against):
+        raise InputError(f"{recurrence.name}: against is a function of the inputs, got {type(against).__name__}")
+
+
+def _several(given: Any) -> Any:
+    """What is given, in a tuple where it is one name or dtype alone."""
+    return (given,) if isinstance(given, str | torch.dtype) else given
 
 
 def check_device(owner: str, device: torch.device | str) -> None:

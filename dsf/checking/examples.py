@@ -54,9 +54,14 @@ def tensor_regimes(allowed: Range) -> tuple[str, ...]:
     return REAL_REGIMES if allowed.is_real else BOUNDED_REGIMES
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """A generator of this seed, of which torch takes 64 bits."""
+    return torch.Generator().manual_seed(seed & 0xFFFF_FFFF_FFFF_FFFF)
+
+
 def draw_tensor(allowed: Range, regime: str, shape: list[int], kind: Kind, seed: int) -> Tensor:
     """Random float64 numbers of a range in one regime."""
-    return _draw(allowed, regime, shape, kind, torch.Generator().manual_seed(seed))
+    return _draw(allowed, regime, shape, kind, generator_of(seed))
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class Example(Drawn):
 
     def _generator(self, name: str) -> torch.Generator:
         """An input's generator, seeded by its name and the seed only, not by other inputs."""
-        return torch.Generator().manual_seed(zlib.crc32(name.encode()) + 7919 * self.seed)
+        return generator_of(zlib.crc32(name.encode()) + 7919 * self.seed)
 
 
 def lengths(bounds: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsf.call.bind import Sizes, bind
 from dsf.call.recurrence import Recurrence, State
-from dsf.checking.examples import Example, same_state
+from dsf.checking.examples import Example, generator_of, same_state
 from dsf.checking.ranges import Range
 from dsf.kernels.attention import KVCache, joined
 from dsf.language.annotations import Kind
@@ -203,7 +203,7 @@ class Subject:
         p = y.shape[-1]
         truth = self.truth(final, p)
         wrt = leaves | self.state_leaves(start)
-        generator = torch.Generator().manual_seed(seed + 2)
+        generator = generator_of(seed + 2)
         ds = [torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x) for x in truth]
         grads = gradients((y * dy.to(y)).sum(), wrt)
         of_state = gradients(sum((x * d).sum() for x, d in zip(truth, ds, strict=True)), wrt) if truth else {}
@@ -285,7 +285,7 @@ def gradients(loss: Any, wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def cotangent(example: Example, sizes: Sizes) -> Tensor:
     """dy [B, T, H, P], float64."""
-    generator = torch.Generator().manual_seed(example.seed + 1)
+    generator = generator_of(example.seed + 1)
     return torch.randn(sizes.batch, sizes.tokens, sizes.heads, sizes.p, generator=generator, dtype=torch.float64)
 
 

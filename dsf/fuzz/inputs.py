@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.recurrence import Recurrence, State
-from dsf.checking.examples import PREFIX, draw_tensor, regimes_of
+from dsf.checking.examples import PREFIX, draw_tensor, generator_of, regimes_of
 from dsf.checking.measure import HALF
 from dsf.checking.ranges import Range
 from dsf.fuzz.caches import given_type, rows_of
@@ -98,7 +98,7 @@ def cotangents(case: Case, call: int, state: Sequence[int], cached: bool = False
 
     cached: the state is a cache, which has the inputs' dtype itself, and so has its gradient.
     """
-    generator = torch.Generator().manual_seed(_seed(case, "dy", call))
+    generator = generator_of(_seed(case, "dy", call))
     dy = torch.randn(case.batch, case.tokens, case.heads, case.p, generator=generator, dtype=torch.float64)
     ds = torch.randn(tuple(state), generator=generator, dtype=torch.float32)
     ds = (ds.to(case.torch_dtype) if cached else ds).double()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.recurrence import Recurrence, State
+from dsf.checking.examples import generator_of
 from dsf.checking.measure import HALF, LARGEST, ORACLE, Subject, typical_entry, without_gain
 from dsf.fuzz.caches import as_numbers, blank, changed, rows_of, together
 from dsf.fuzz.case import Case
@@ -169,7 +170,7 @@ def moved(
 
     Initial states, too, as inputs of that dtype produced them.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     unit = torch.finfo(getattr(torch, dtype)).eps / 2
 
     def shaken(x: Tensor) -> Tensor:
