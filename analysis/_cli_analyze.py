@@ -32,7 +32,13 @@ from dsf.language.errors import InputError
 def console() -> Console:
     """Standard output: in the terminal's width, or by default 120 columns where it is piped."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(file=sys.stdout, width=120 if piped else None)
+    return _Console(file=sys.stdout, width=120 if piped else None)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Where rich would exit with 1, which says that a law is broken."""
+        raise BrokenPipeError
 
 
 def print_json(data: object) -> None:

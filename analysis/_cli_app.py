@@ -6,8 +6,12 @@ line on stderr).
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
+import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +33,7 @@ from dsf.analysis.report import count
 from dsf.analysis.subjects import find
 from dsf.call.plan import FORMS
 
-LAW_BROKEN, BAD_INPUT = 1, 2
+LAW_BROKEN, BAD_INPUT, PIPE_CLOSED = 1, 2, 141
 WIDE = 110  # characters a terminal needs for all columns of the zoo's table
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,17 +50,42 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _one_line_errors(command: Command) -> Command:
-    """Turn the errors that dsf raises on purpose into one line on stderr and exit code 2."""
+    """Turn the errors that dsf raises on purpose, and those of memory and of the output, into one line on stderr and
+    exit code 2; a reader that closes the pipe (`dsf zoo | head -1`) ends a command with 141, as it ends others.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
+            try:
+                return command(*args, **kwargs)
+            finally:
+                sys.stdout.flush()  # what is buffered fails here, not after the exit code is known
         except dsf.DsfError as error:
-            typer.echo(f"dsf: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(BAD_INPUT) from error
+            said = str(error)
+        except BrokenPipeError as error:
+            _leave_output()
+            raise typer.Exit(PIPE_CLOSED) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _leave_output()
+            said = "the disk of the output is full"
+        except (MemoryError, RuntimeError) as error:
+            full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+            if not full:
+                raise
+            said = f"there is not enough memory for this: {error or type(error).__name__}"
+        typer.echo(f"dsf: {' '.join(said.split())}", err=True)
+        raise typer.Exit(BAD_INPUT)
 
     return run  # type: ignore[return-value]
+
+
+def _leave_output() -> None:
+    """What is left of the output goes nowhere, so that nothing fails again when Python ends."""
+    with contextlib.suppress(OSError, ValueError):  # where it has no file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version(wanted: bool) -> None:

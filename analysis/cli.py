@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 NEEDED = ("typer", "rich")
@@ -16,6 +17,8 @@ def main() -> None:
     except ImportError:
         print("the dsf command needs typer and rich: pip install 'dsf-zoo[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
+    if sys.stdout is None:  # closed by the shell: dsf zoo >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end)
     from dsf.analysis._cli_app import app
 
     app()

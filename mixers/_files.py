@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import hashlib
 import importlib.util
@@ -103,7 +104,8 @@ def _import(path: Path) -> ModuleType:
         for helper, file in _helpers(path).items():
             if helper in sys.modules and getattr(sys.modules[helper], "__file__", None) != str(file):
                 others[helper] = sys.modules.pop(helper)
-        spec.loader.exec_module(module)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of a command's JSON
+            spec.loader.exec_module(module)
     except DsfError as error:
         del sys.modules[name]
         raise InputError(f"{path.name} does not import: {error}") from error

@@ -434,6 +434,36 @@ def test_wrong_usage_exits_with_two(args):
     assert "Traceback" not in run(*args, code=2).output
 
 
+COMMAND = f"{sys.executable} -c 'from dsf.analysis.cli import main; main()'"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", ["zoo", "plan gla --json"])
+def test_an_output_that_takes_no_more_is_no_traceback(arguments):
+    """A closed pipe ended with 1, which says that a law is broken, a full disk in a traceback."""
+    for how, code, said in (
+        ("| true", 141, ""), (">/dev/full", 2, "dsf: the disk of the output is full\n"), (">&-", 0, "")
+    ):  # fmt: skip
+        shell = f"{COMMAND} {arguments} {how}; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", shell], capture_output=True, text=True, env={**os.environ, "COLUMNS": "99"}
+        )
+        assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_what_needs_too_much_memory_is_one_line(own):
+    done = CliRunner().invoke(app, ["bench", f"{own}:leaky", "--tokens", "1000000000000", "--device", "cpu"])
+    assert done.exit_code == 2 and done.stderr.startswith("dsf: there is not enough memory for this: "), done.output
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_a_users_file_prints_is_no_part_of_the_json(tmp_path):
+    file = tmp_path / "talks.py"
+    file.write_text(OWN + "print('hello')\n")
+    done = CliRunner().invoke(app, ["plan", f"{file}:leaky", "--json"])
+    assert json.loads(done.stdout)["recurrence"] == "leaky" and done.stderr == "hello\n"
+
+
 def test_help_lists_every_command_and_each_says_what_it_does():
     shown = run("--help").stdout
     for command in app.registered_commands:
