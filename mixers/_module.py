@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dsf import Packing, Recurrence
+from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
-from dsf.call.packing import check_row, tensor_of
+from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
+from dsf.mixers._checks import check_call
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
@@ -194,7 +196,7 @@ class Mixer(Owner, Divided):
         Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         world = self.parallel if parallel is None else parallel
-        check_call(self, x, state, cu_seqlens, attention_mask, world, use_cache)
+        check_call(self, x, state, cu_seqlens, attention_mask, world, use_cache, reverse)
         if reverse:
             return self._backwards(x, state, cu_seqlens, use_cache, world, tokens)
         inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world, keep=use_cache)
@@ -242,6 +244,8 @@ class Mixer(Owner, Divided):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         check_input(self, x, step=True)
+        if type(in_place) is not bool:
+            check_switches(type(self).__name__, in_place=in_place)  # type: ignore[unreachable]
         if in_place and torch.is_grad_enabled():
             raise InputError(
                 f"{type(self).__name__}.step: in_place overwrites what a gradient would need; use torch.no_grad()"
@@ -346,43 +350,6 @@ class Mixer(Owner, Divided):
 def _takes(past: Tensor | None, u: Tensor) -> bool:
     """Whether a convolution of u can write into this state."""
     return past is not None and past.is_contiguous() and past.dtype == u.dtype
-
-
-def check_call(
-    layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
-    world: World | None, use_cache: bool,
-) -> None:  # fmt: skip
-    """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
-
-    def look() -> None:
-        check_input(layer, x, spread=world is not None)
-        if mask is not None:
-            check_mask(type(layer).__name__, mask, cu_seqlens)
-        if cu_seqlens is not None:  # of all ranks' tokens where there are ranks
-            check_row(type(layer).__name__, cu_seqlens, x.shape[0], x.shape[1] if world is None else None)
-
-    if world is not None:
-        from dsf.parallel.agree import agree_layer
-
-        agree_layer(world, layer, x, state, cu_seqlens, look, ("use_cache", use_cache))
-    look()  # also of calls of a kind that ranks have compared already
-
-
-def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
-    """Raise InputError, naming the layer, unless the mask is all ones (no padding)."""
-    if cu_seqlens is not None:
-        raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
-    if mask.dim() != 2:
-        raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
-    if torch.compiler.is_compiling():
-        torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
-    elif not bool(mask.all()):
-        padded = int((mask == 0).sum())
-        raise InputError(
-            f"{name}: attention_mask has {padded} padded tokens, and a recurrence would take them into its state. "
-            "Leave them out: x[mask.bool()].unsqueeze(0) packs the rest of all sequences into one row, and "
-            "cu_seqlens=[0, and the running sum of mask.sum(1)] says where each begins and ends"
-        )
 
 
 def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:

@@ -201,6 +201,8 @@ def check_input(layer: Any, x: Tensor, step: bool = False, spread: bool = False)
     """
     width, axes = getattr(layer, "d_model", None), 2 if step else 3
     name, expected = type(layer).__name__, f"[B, {'' if step else 'T, '}{'d_model' if width is None else width}]"
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name}: x must be a tensor {expected}, got {type(x).__name__}")
     if x.dim() != axes or (width is not None and x.shape[-1] != width):
         raise InputError(f"{name}: x has shape {list(x.shape)}, expected {expected}")
     if not x.is_floating_point():

@@ -11,7 +11,8 @@ from dsf import Packing
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
-from dsf.mixers._module import Mixer, Span, check_call
+from dsf.mixers._checks import check_call
+from dsf.mixers._module import Mixer, Span
 from dsf.mixers._own import Owner
 from dsf.mixers._sizes import Divided
 from dsf.mixers._typed import called_as
@@ -57,7 +58,7 @@ class BothWays(Owner, Divided):
         Raises InputError for a state, a mask with padding, and reverse=True.
         """
         world = self.parallel if parallel is None else parallel
-        check_call(self, x, None, cu_seqlens, attention_mask, world, False)
+        check_call(self, x, None, cu_seqlens, attention_mask, world, False, reverse)
         if reverse:
             raise InputError(
                 f"{type(self).__name__}: it reads its sequences in both directions, so reverse=True would only "

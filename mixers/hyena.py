@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dsf import Packing, long_convolution
+from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import check_row, tensor_of
 from dsf.language.errors import FormError, InputError
+from dsf.mixers._checks import check_mask
 from dsf.mixers._conv import ShortConv
-from dsf.mixers._module import check_mask
 from dsf.mixers._own import Owner, normal
 from dsf.mixers._sizes import check_input
 from dsf.mixers._typed import called_as
@@ -128,6 +129,8 @@ class Hyena(Owner):
         padding, and parallel=, as filters reach over all tokens.
         """
         check_input(self, x)
+        if type(reverse) is not bool:
+            check_switches("Hyena", reverse=reverse)  # type: ignore[unreachable]
         if state is not None:
             self._refuse("continues no state")
         if attention_mask is not None:

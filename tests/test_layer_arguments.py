@@ -65,6 +65,28 @@ def test_numbers_are_finite_and_switches_are_true_or_false(name):
 
 
 @NAMES
+def test_what_a_call_is_asked_for_is_refused_in_words(name):
+    """reverse="no" ran backwards, and other things ended in an AttributeError."""
+    layer, x, who = make(name), torch.randn(2, 5, 32), called(name)
+    for thing in (None, x.numpy(), [1]):
+        with pytest.raises(
+            dsf.InputError, match=rf"^{who}: x must be a tensor \[B, T, 32\], got {type(thing).__name__}"
+        ):
+            layer(thing)
+    with pytest.raises(dsf.InputError, match=f"^{who}: reverse is True or False, got 'no'"):
+        layer(x, reverse="no")
+    with pytest.raises(dsf.InputError, match=f"^{who}: attention_mask must be a tensor .*, got list"):
+        layer(x, attention_mask=[1])
+    with pytest.raises(dsf.InputError, match=f"^{who}: .*parallel"):
+        layer(x, parallel=3)
+    if isinstance(layer, mixers.Mixer):
+        for switch in ({"use_cache": "no"}, {"in_place": "no"}):
+            call = layer if "use_cache" in switch else lambda x, **options: layer.step(x[:, 0], **options)
+            with pytest.raises(dsf.InputError, match=f"^{who}: {next(iter(switch))} is True or False, got 'no'"):
+                call(x, **switch)
+
+
+@NAMES
 def test_tokens_of_another_width_or_type_are_refused(name):
     layer = make(name)
     for x in (torch.randn(2, 3, 16), torch.randn(3, 32), torch.randn(2, 3, 1, 32)):

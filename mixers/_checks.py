@@ -1,0 +1,59 @@
+"""What layers check of a call before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsf import Packing
+from dsf.call.asked import check_switches
+from dsf.call.packing import check_row
+from dsf.language.errors import InputError
+from dsf.mixers._sizes import check_input
+
+
+def check_call(
+    layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+    world: Any, use_cache: bool, reverse: bool = False,
+) -> None:  # fmt: skip
+    """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
+    if type(use_cache) is not bool or type(reverse) is not bool:
+        check_switches(type(layer).__name__, use_cache=use_cache, reverse=reverse)  # type: ignore[unreachable]
+
+    def look() -> None:
+        check_input(layer, x, spread=world is not None)
+        if mask is not None:
+            check_mask(type(layer).__name__, mask, cu_seqlens)
+        if cu_seqlens is not None:  # of all ranks' tokens where there are ranks
+            check_row(type(layer).__name__, cu_seqlens, x.shape[0], x.shape[1] if world is None else None)
+
+    if world is not None:
+        from dsf.parallel.agree import agree_layer
+        from dsf.parallel.world import World
+
+        if not isinstance(world, World):
+            name, given = type(layer).__name__, type(world).__name__
+            raise InputError(f"{name}: parallel must be a dsf.parallel.Sequence, got {given}")
+        agree_layer(world, layer, x, state, cu_seqlens, look, ("use_cache", use_cache))
+    look()  # also of calls of a kind that ranks have compared already
+
+
+def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
+    """Raise InputError, naming the layer, unless the mask is all ones (no padding)."""
+    if cu_seqlens is not None:
+        raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
+    if not isinstance(mask, Tensor):
+        raise InputError(f"{name}: attention_mask must be a tensor [B, T] of ones, got {type(mask).__name__}")
+    if mask.dim() != 2:
+        raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
+    if torch.compiler.is_compiling():
+        torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
+    elif not bool(mask.all()):
+        padded = int((mask == 0).sum())
+        raise InputError(
+            f"{name}: attention_mask has {padded} padded tokens, and a recurrence would take them into its state. "
+            "Leave them out: x[mask.bool()].unsqueeze(0) packs the rest of all sequences into one row, and "
+            "cu_seqlens=[0, and the running sum of mask.sum(1)] says where each begins and ends"
+        )
