@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,12 +370,22 @@ def test_dsf_check_fuzz_draws_calls_of_one_recurrence() -> None:
         (["--cases", "0"], "positive"),
         (["--device", "tpu"], "no device 'tpu'"),
         (["--backend", "triton", "--cases", "1"], "backend='triton' was asked for, but"),
+        (["--cases", "1000000", "--out", f"{__file__}/x.json"], "x.json: cannot write a file there"),
+        (["--cases", "1000000", "--out", str(Path(__file__).parent)], "cannot write a file there"),
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     line = capsys.readouterr().err
-    assert said in line and line.count("\n") == 1
+    assert said in line and line.count("\n") == 1 and line.count("dsf.fuzz:") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_record_that_cannot_be_written_is_one_line_behind_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cases", "1", "--out", "/dev/full"]) == 2
+    table, line = capsys.readouterr()
+    assert "1 cases over 1 declarations" in table
+    assert line == "dsf.fuzz: --out /dev/full: cannot be written (No space left on device)\n"
 
 
 def test_every_family_is_dealt() -> None:

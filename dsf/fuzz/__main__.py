@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 from dsf.fuzz.loop import run
 from dsf.fuzz.report import stderr
-from dsf.language.errors import DsfError
+from dsf.language.errors import DsfError, InputError
+
+
+def _check_out(out: Path | None) -> None:
+    """Raise InputError, before any work, for a record that cannot be written."""
+    if out is None:
+        return
+    folder = out.absolute().parent
+    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"--out {out}: cannot write a file there")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,16 +39,21 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     cases = 300 if given.cases is None and given.seconds is None else given.cases
     try:
+        _check_out(given.out)
         result = run(
             given.seconds, cases, seed=given.seed, device=given.device, backend=given.backend, workers=given.workers,
             each=given.each, share=given.share, shrink=given.shrink, poison=not given.no_poison, told=stderr,
         )  # fmt: skip
     except DsfError as error:
-        stderr(f"dsf.fuzz: {' '.join(str(error).split())}")
+        stderr(f"dsf.fuzz: {' '.join(str(error).split()).removeprefix('dsf.fuzz: ')}")
         return 2
     print(result)
-    if given.out is not None:
-        given.out.write_text(json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    try:
+        if given.out is not None:
+            given.out.write_text(json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        stderr(f"dsf.fuzz: --out {given.out}: cannot be written ({error.strerror})")
+        return 2
     return 0 if result.ok else 1
 
 
