@@ -463,6 +463,19 @@ def test_a_number_of_heads_that_cannot_be_is_refused_by_the_mixers_name(value):
         tiny(["softmax_attention"], mixer_options={"softmax_attention": {"n_heads": value}})
 
 
+def test_ids_and_labels_of_no_integers_are_refused():
+    """They ended in torch's words."""
+    model = CausalLM(ModelConfig(vocab_size=50, d_model=16, n_layers=1, mixers="linear_attention"))
+    ids = torch.randint(50, (2, 5))
+    for dtype in (torch.bool, torch.float32, torch.int8):
+        with pytest.raises(dsf.InputError, match=rf"ids: expected integers \[B, T\], got {dtype}"):
+            model(ids.to(dtype))
+    for dtype in (torch.bool, torch.float32):
+        with pytest.raises(dsf.InputError, match=rf"labels: expected integers \[B, T\], got {dtype}"):
+            model(ids, labels=ids.to(dtype))
+    assert torch.equal(model(ids.int()).logits, model(ids).logits)
+
+
 def test_ids_that_are_no_tensor_are_refused():
     for call in (lambda model: model([[1, 2]]), lambda model: model.generate("hello", 3)):
         with pytest.raises(dsf.InputError, match=r"ids: expected integers .B, T. as a tensor, got"):

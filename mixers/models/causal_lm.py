@@ -331,12 +331,14 @@ class CausalLM(nn.Module):
     def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | Packing | None) -> None:
         if not isinstance(ids, Tensor):
             raise InputError(f"ids: expected integers [B, T] as a tensor, got {type(ids).__name__}")
-        if ids.dim() != 2 or ids.is_floating_point():
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
         if ids.shape[1] == 0:
             raise InputError("ids has no tokens")
         if labels is not None and labels.shape != ids.shape:
             raise InputError(f"labels: expected the shape of ids, {tuple(ids.shape)}, got {tuple(labels.shape)}")
+        if labels is not None and (labels.is_floating_point() or labels.dtype == torch.bool):
+            raise InputError(f"labels: expected integers [B, T], got {labels.dtype}")
         if cu_seqlens is not None:
             check_row(type(self).__name__, cu_seqlens, ids.shape[0])
 
