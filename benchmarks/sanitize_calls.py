@@ -50,7 +50,7 @@ SUBJECTS = {
     ),
     "summed-rows": declared("diag(sigmoid(sk)) - sigmoid(b) * outer(k, k) + 0.5 * outer(l, sigmoid(k) * l)", "k * v"),
     "micro-steps": mixer("delta_product"), "gated-micro-steps": mixer("gated_delta_product"),
-    "turned": mixer("mamba3"), "turned-biased": declared("sigmoid(s) * turn(th)", "(k + pk) * v", "pk + q"),
+    "turned": mixer("mamba3"), "turned-rows": mixer("mamba3_mimo"), "turned-biased": declared("sigmoid(s) * turn(th)", "(k + pk) * v", "pk + q"),
     "turned-delta": declared("sigmoid(s) * (I - sigmoid(b) * outer(k, k)) @ turn(th)", "k * (sigmoid(b) * v)"),
     "normalised": mixer("linear_attention"), "exponential-gate": mixer("mlstm"),
     "gated-read": declared("sigmoid(s)", "k * v", "q * sigmoid(o)", "pv * v"),

@@ -24,7 +24,7 @@ MAKERS = {  # else the script of the record's name
     "parallel_4_projected": "parallel_page",
     "models_h200": "models", "models_short": "models", "beside_scans": "beside", "beside_tiny": "beside",
     "hybrid_2": "hybrid", "hybrid_4_8k": "hybrid", "hybrid_4_8k_graphed": "hybrid",
-    "hybrid_4_32k": "hybrid", "hybrid_4_128k": "hybrid",
+    "hybrid_4_32k": "hybrid", "hybrid_4_128k": "hybrid", "last_tokens_decays": "last_tokens",
 }  # fmt: skip
 WHOLE_PAGES = ["cpu_page", "lens_page"]
 
