@@ -76,6 +76,8 @@ class Packing:
 
         Raises InputError where they would have to be copied while a CUDA graph is captured.
         """
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():  # inside a node of a graph
+            return torch.tensor(self.bounds, dtype=torch.int32, device=device)
         found = self._placed.get(device)
         if found is None and is_captured(device):
             raise InputError(

@@ -146,20 +146,20 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         cu_seqlens: Tensor | Packing | None, parallel: World, reverse: bool,
     ) -> Any:  # fmt: skip
-        if torch.compiler.is_dynamo_compiling() and cu_seqlens is None and not isinstance(state, KVCache):
+        bounds = cu_seqlens.bounds if isinstance(cu_seqlens, Packing) else cu_seqlens
+        if torch.compiler.is_dynamo_compiling() and not isinstance(bounds, Tensor) and not isinstance(state, KVCache):
             allow()
-            options = (return_state, form, backend, parallel.key, reverse)
-            tensors = (*args, *kwargs.values())
-            return call_in_graph(self._key, "_call_shard", options, tuple(kwargs), state, None, *tensors)
+            options, names = (return_state, form, backend, parallel.key, reverse, bounds), tuple(kwargs)
+            return call_in_graph(self._key, "_call_shard", options, names, state, None, *args, *kwargs.values())
         return self.ranks.call(self, parallel, args, kwargs, state, return_state, form, backend, cu_seqlens, reverse)
 
     def _call_shard(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
-        world: str, reverse: bool = False,
+        world: str, reverse: bool, bounds: tuple[int, ...] | None,
     ) -> Any:  # fmt: skip
         """A call over ranks as one node of a compiled graph; world: the key of the ranks."""
-        found = self.ranks.world_of(world)
-        return self.ranks.call(self, found, args, kwargs, state, return_state, form, backend, None, reverse)
+        found, packed = self.ranks.world_of(world), None if bounds is None else Packing(bounds)
+        return self.ranks.call(self, found, args, kwargs, state, return_state, form, backend, packed, reverse)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,

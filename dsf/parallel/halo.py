@@ -56,7 +56,7 @@ def convolve(
         return run(u, state, spread=functools.partial(on_kernels.convolve, world, kernels))
     shards = [world.shard_of(r, u)[0] for r in world.here] if isinstance(world, Simulated) else [u]
     ranks = [_Windows(r, world.layout, packing, x, state, past) for r, x in zip(world.here, shards, strict=True)]
-    found = list(_entered(world, past, *(rank.tails() for rank in ranks)))
+    found = list(_exchanged(True, world, past, *(rank.tails() for rank in ranks)))
     windows, ends = found[: len(ranks)], found[len(ranks) :]
     outputs = [rank.run(conv, w, wanted) for rank, w in zip(ranks, windows, strict=True)]
     ys = [y if isinstance(y, tuple) else (y,) for y, _ in outputs]
@@ -64,7 +64,7 @@ def convolve(
         ends = []
     elif packing is not None:
         count, width = len(ranks), len(ys[0])
-        shared = _Shared.apply(world, count * width, *(x for y in ys for x in y), *(ended for _, ended in outputs))
+        shared = _exchanged(False, world, count * width, *(x for y in ys for x in y), *(ended for _, ended in outputs))
         ys = [tuple(shared[r * width : (r + 1) * width]) for r in range(count)]
         ends = list(shared[count * width :])
     else:
@@ -198,20 +198,20 @@ def _ordered(layout: Layout, every: Tensor) -> list[Tensor]:
     return [every[layout.owner(n)] for n in range(layout.fragments)]
 
 
-def _entered(world: World, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
-    """`_Enter`, in a compiled graph as one node: dynamo does not follow generators."""
+def _exchanged(entering: bool, world: World, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`_Enter`, or else `_Shared`, in a compiled graph as one node: dynamo does not follow generators."""
     if torch.compiler.is_dynamo_compiling():
         _allow()
-        return enter_in_graph(world.key, past, *tails)
-    return _Enter.apply(world, past, *tails)
+        return exchange_in_graph(entering, world.key, number, *tensors)
+    return (_Enter if entering else _Shared).apply(world, number, *tensors)
 
 
-def enter_in_graph(world: str, past: int, *tails: Tensor) -> tuple[Tensor, ...]:
-    """`_Enter` of the world of that key."""
-    return _Enter.apply(world_of(world), past, *tails)
+def exchange_in_graph(entering: bool, world: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same in the world of that key."""
+    return _exchanged(entering, world_of(world), number, *tensors)
 
 
-_allow = allowing(enter_in_graph)
+_allow = allowing(exchange_in_graph)
 
 
 class _Enter(torch.autograd.Function):

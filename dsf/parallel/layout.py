@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from dsf.call.packing import INTEGERS
 from dsf.language.errors import InputError
 
 LAYOUTS = ("contiguous", "headtail")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Packing:
 
     def _sequence_over(self, place: int) -> int | None:
         """The sequence that has tokens on both sides of a place."""
-        s = bisect_right(self.bounds, place) - 1
+        s = _rank_of(place, self.bounds) - 1
         return s if s < self.sequences and self.bounds[s] < place else None
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
@@ -199,7 +200,25 @@ class Packing:
 
 
 Reads = tuple[tuple[list[int], list[int]], ...]
-_kept = functools.lru_cache(maxsize=1024)
+
+
+def _kept(function: Callable[..., Made]) -> Callable[..., Made]:
+    """The function, with its results kept; dynamo, which would warn of the cache, traces it."""
+    cached = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def found(*args: Any) -> Made:
+        return (function if torch.compiler.is_dynamo_compiling() else cached)(*args)
+
+    return found
+
+
+def _rank_of(place: int, bounds: tuple[int, ...]) -> int:
+    """How many of the bounds are at most `place`; dynamo does not look into it, as it cannot trace bisect."""
+    return bisect_right(bounds, place)
+
+
+_rank_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 @_kept
@@ -272,8 +291,8 @@ def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
         )
     if packing.is_hidden(cu_seqlens):
         raise InputError(
-            f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be an input of a compiled "
-            "or captured graph"
+            f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be a tensor of a compiled "
+            "or captured graph: give a dsf.Packing"
         )
     bounds = packing.values(cu_seqlens)
     if len(bounds) < 2 or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):

@@ -45,7 +45,7 @@ def attend_scores(
     for rank, bound, x, parts in zip(world.here, shards, own, every, strict=True):
         whole = _Whole.of(x, [y.transpose(1, 2) for y in parts], cache, packing, packed)
         at = packing.positions(rank, bound.device)
-        final = whole.final(spec, cache).to(bound.dtype) if wanted else None
+        final = whole.final(spec, cache, packing).to(bound.dtype) if wanted else None
         if not bound.sizes.tokens:
             found.append((x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3]) + x.a.sum(), final))
             continue
@@ -188,13 +188,13 @@ class _Whole:
         place = torch.where(index < held[:, None], place, AWAY)
         return place.flatten()[None] if self.packed else place
 
-    def final(self, spec: Spec, cache: KVCache | None) -> KVCache:
+    def final(self, spec: Spec, cache: KVCache | None, packing: Packing) -> KVCache:
         """The cache after all tokens, a row a sequence."""
         parts: tuple[Tensor | None, ...] = (self.k, self.v, self.late, self.early, self.angle)
         counts = (self.bounds[1:] - self.bounds[:-1]) if self.packed else self.bounds[1:].expand(self.k.shape[0])
         if self.packed:
-            lengths = [b - a for a, b in pairwise(self.bounds.tolist())]
-            index = self.bounds[:-1, None] + torch.arange(max(lengths), device=self.k.device)
+            longest = max(b - a for a, b in pairwise(packing.bounds))
+            index = self.bounds[:-1, None] + torch.arange(longest, device=self.k.device)
             index = index.clamp(max=max(self.k.shape[2] - 1, 0))
             parts = tuple(None if x is None else x[0][:, index].transpose(0, 1) for x in parts)
         k, v, late, early, angle = parts
