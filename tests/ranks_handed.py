@@ -28,6 +28,10 @@ def two():
     found["turns of half precision"] = max(half_turns(cp, dtype) for dtype in (torch.bfloat16, torch.float16))
     found["hybrid"] = hybrid()
     found["steps from a graph"] = graphed()
+    nothing = Sequence(sizes=(10, 0))
+    for name in ("fox", "sliding_window_attention"):
+        options = {"window": 3} if name == "sliding_window_attention" else {}
+        found[f"no tokens, {name}"] = layer_error(name, nothing, **options)
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):
         found[f"packed in a graph, {name}"] = packed_in_a_graph(world, name, kept)
     found["rates over ranks"] = max(rates_over_ranks())

@@ -47,7 +47,7 @@ def attend_scores(
         at = packing.positions(rank, bound.device)
         final = whole.final(spec, cache, packing).to(bound.dtype) if wanted else None
         if not bound.sizes.tokens:
-            found.append((x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3]) + x.a.sum(), final))
+            found.append((_no_tokens(x, parts), final))
             continue
         read = (scores.blocks if form in ("auto", "chunk") else scores.dense)(whole.scores(spec, x.a, at, cache))
         found.append((finish(spec, x, read), final))
@@ -80,8 +80,7 @@ def attend_pieces(spec: Spec, world: World, shards: Sequence[Bound], packing: Pa
     found = []
     for bound, (x, scale), parts, pairs, (begin, _) in zip(shards, own, every, reads, reaches, strict=True):
         if not pairs:
-            nothing = x.a.sum() + sum(y.sum() for y in parts)
-            found.append(nothing + x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3]))
+            found.append(_no_tokens(x, parts))
             continue
         pieces = []
         for queries, keys in pairs:
@@ -91,6 +90,12 @@ def attend_pieces(spec: Spec, world: World, shards: Sequence[Bound], packing: Pa
         y, lse = (torch.cat(several, dim=2) for several in zip(*pieces, strict=True))
         found.append(after_kernels(spec, x, y, lse, bound.compute))
     return found
+
+
+def _no_tokens(x: Operands, parts: Sequence[Tensor]) -> Tensor:
+    """y of a rank without tokens, which depends on what was gathered, so that the rank sends gradients, too."""
+    nothing = sum((y.sum() for y in parts), x.a.sum())
+    return nothing + x.a.new_zeros(x.a.shape[0], 0, x.a.shape[1], x.v.shape[3])
 
 
 def _pieces(reads: Reads, window: int | None) -> Iterator[tuple[range, range]]:
