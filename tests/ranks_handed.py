@@ -29,7 +29,7 @@ def two():
     found["hybrid"] = hybrid()
     found["steps from a graph"] = graphed()
     nothing = Sequence(sizes=(10, 0))
-    for name in ("fox", "sliding_window_attention"):
+    for name in ("fox", "sliding_window_attention", "s5", "mamba3"):
         options = {"window": 3} if name == "sliding_window_attention" else {}
         found[f"no tokens, {name}"] = layer_error(name, nothing, **options)
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):

@@ -133,8 +133,9 @@ class Framed:
             self.values[node] = shifted(x, start, self.places)
         if self.frame.angles is not None:
             self._turn()
+        timed = {i.name for i in self.frame.spec.inputs if i.kind.time}
         for source, node in self.torch:
-            self.values[node] = self.evaluate(source)
+            self.values[node] = self.evaluate(source, node.attrs[0] in timed)
 
     def _late(self, x: Late) -> Tensor:
         """What the last state takes of the last token, [B or sequences, H, N, P]."""
@@ -223,15 +224,16 @@ class Framed:
     def _all_heads(self, x: Tensor) -> Tensor:
         return spread_heads(x, self.bound.sizes.heads, 2)
 
-    def evaluate(self, x: Expr) -> Tensor:
-        """An expression [B, T, heads, n, p] with as many heads as differ; a bare input in its own dtype."""
+    def evaluate(self, x: Expr, timed: bool = True) -> Tensor:
+        """An expression [B, T, heads, n, p] with as many heads as differ; a bare input in its own dtype. timed: False
+        for one of Params alone, which has a value where a rank has no tokens, too: [B, 1, heads, n, p]."""
         sizes = self.bound.sizes
         if x.op == "input":
             found = self._value(x)
         else:
             values = {node: self._value(node).to(self.bound.compute) for node in inputs_of(x)}
             found = Evaluator(with_heads(values or {const(0): self.bound.zero()}), sizes.keys, sizes.p)(x)
-        return found.expand(sizes.batch, sizes.tokens, -1, sizes.keys if KEY in x.axes else 1, -1)
+        return found.expand(sizes.batch, sizes.tokens if timed else 1, -1, sizes.keys if KEY in x.axes else 1, -1)
 
     def last(self, x: Expr) -> Tensor:
         """An expression at every sequence's last token, [B or sequences, heads that differ, n, p]."""
