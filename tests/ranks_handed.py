@@ -32,6 +32,8 @@ def two():
     for name in ("fox", "sliding_window_attention", "s5", "mamba3"):
         options = {"window": 3} if name == "sliding_window_attention" else {}
         found[f"no tokens, {name}"] = layer_error(name, nothing, **options)
+    for name in ("gated_deltanet", "mamba3"):
+        found[f"no tokens behind the last sequence, {name}"] = layer_error(name, nothing, torch.tensor([0, 3, 10]))
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):
         found[f"packed in a graph, {name}"] = packed_in_a_graph(world, name, kept)
     found["rates over ranks"] = max(rates_over_ranks())

@@ -89,14 +89,14 @@ def whole_and_own(recurrence, inputs, cp, state=None, bounds=None, zero_loss=Fal
     return worst(pairs)
 
 
-def layer_error(name, cp, **options):
+def layer_error(name, cp, bounds=None, **options):
     torch.manual_seed(1)
     layer = mixers.get(name).module(d_model=32, **options).double()
-    x = torch.randn(2, 10, 32, dtype=torch.float64)
+    x = torch.randn(2 if bounds is None else 1, 10, 32, dtype=torch.float64)
 
     def run(x, world):
         x = x.clone().requires_grad_()
-        y, _ = layer(x, parallel=world)
+        y, _ = layer(x, cu_seqlens=bounds, parallel=world)
         return y, torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()], allow_unused=True)
 
     (y, (dx, *dp)), (got, (gx, *gp)) = run(x, None), run(own(cp, x), cp)

@@ -133,6 +133,11 @@ class _Windows:
             return self.u.new_zeros(self.u.shape[0], self.past, self.u.shape[2])
         return self.state if self.packing is None else self.state[sequence : sequence + 1]
 
+    def _zeros(self) -> Tensor:
+        """An empty window, which wants a gradient where the state does: on all ranks, as all exchange it."""
+        zeros = torch.zeros_like(self.first(0))
+        return zeros if self.state is None else zeros + self.state[:0].sum()
+
     def after(self, window: Tensor, begin: int, end: int) -> Tensor:
         """The window after this rank's tokens begin ... end, from the window before them."""
         return torch.cat([window, self.u[:, max(begin, end - self.past) : end]], dim=1)[:, -self.past :]
@@ -141,9 +146,9 @@ class _Windows:
         """The map of every slot's fragment [slots, B, past + 1, C]: tail, then one row with the shift c."""
         found = []
         for part in self.parts:
-            start = self.first(part.leaving) if part.fresh else torch.zeros_like(self.first(0))
+            start = self.first(part.leaving) if part.fresh else self._zeros()
             shift = self.past if part.fresh else min(part.leaves, self.past)
-            written = self.after(start, part.end - part.leaves, part.end) if part.goes_on or part.fresh else start
+            written = self.after(start, part.end - part.leaves, part.end)  # of no token, too: gradients are exchanged
             if self.packing is None:  # also for the last fragment, whose window is the final state
                 shift = self.past if part.fresh else min(part.end - part.begin, self.past)
                 written = self.after(start, part.begin, part.end)
