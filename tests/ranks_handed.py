@@ -34,6 +34,7 @@ def two():
         found[f"no tokens, {name}"] = layer_error(name, nothing, **options)
     for name in ("gated_deltanet", "mamba3"):
         found[f"no tokens behind the last sequence, {name}"] = layer_error(name, nothing, torch.tensor([0, 3, 10]))
+    found["gradients of a state alone"] = max(wanted_alone(world, gated_delta) for world in (cp, headtail))
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):
         found[f"packed in a graph, {name}"] = packed_in_a_graph(world, name, kept)
     found["rates over ranks"] = max(rates_over_ranks())
@@ -127,6 +128,25 @@ def handed_on(cp):
             pairs.append((after.conv, state.conv, None))
         found[name] = worst(pairs)
     return found
+
+
+def wanted_alone(cp, recurrence, name=None):
+    """The error of the gradient of one input, or of the initial state, where nothing else wants one."""
+    torch.manual_seed(6)
+    tokens = sum(cp.sizes or (12,))
+    inputs = sample(recurrence, B=2, T=tokens)
+    state = None if name else recurrence(**sample(recurrence, B=2, T=3), return_state=True)[1]
+
+    def run(given, world, weight):
+        leaf = (state if name is None else given[name]).clone().requires_grad_()
+        given, start = (given, leaf) if name is None else ({**given, name: leaf}, None)
+        y = recurrence(**given, initial_state=start, parallel=world)
+        return torch.autograd.grad((y.sin() * weight).sum(), leaf)[0]
+
+    weight = torch.linspace(1, 2, tokens, dtype=torch.float64)[None, :, None, None]
+    whole = run(inputs, None, weight)
+    found = run({n: own(cp, x) for n, x in inputs.items()}, cp, own(cp, weight))
+    return float((summed(found) - whole if name is None else found - own(cp, whole)).abs().sum())
 
 
 def packed_in_a_graph(cp, name, kept):

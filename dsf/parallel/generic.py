@@ -65,18 +65,21 @@ def _sum(x: Tensor) -> Generator[Request, Tensor, Tensor]:
 class Leave(torch.autograd.Function):
     """Identity on the outputs; backward exchanges the gradients of states (see the module).
 
+    state: the initial one, or None; where it alone wants a gradient, the outputs of ranks that do not read it do, too.
     Tensors for every rank of this process: y, last; then starts, after and kept of `Entered`; then the inputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, job: Job, counts: list[list[int]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, job: Job, counts: list[list[int]], state: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """(y of every rank, then, with return_state, the global final states on every rank)."""
         groups = _grouped(tensors, counts)
         ctx.counts = counts
         lasts = [g[0][1] for g in groups]
         gains = [rank.frame.gain_of(last) for rank, last in zip(job.ranks, lasts, strict=True)]
         saved = [x for (_, starts, after, kept, given) in groups for x in (*starts, *after, *kept, *given)]
-        ctx.save_for_backward(*gains, *saved)
+        ctx.save_for_backward(*gains, *saved, *([] if state is None else [state]))
         ys = [g[0][0].view_as(g[0][0]) for g in groups]
         finals = job.finals(lasts) if job.return_state else []
         ys = [tied(y, finals) for y in ys]
@@ -95,6 +98,9 @@ class Leave(torch.autograd.Function):
         dfinals: Several[Tensor | None] = [None] * count
         if job.return_state:  # zeros where nobody asks for the state: a traced graph would sum them in its forward part
             dfinals = [tied(d, [dy]) for d, dy in zip(grads[count:], dys, strict=True)]
+        of_state = (
+            torch.zeros_like(saved[-1]) if ctx.needs_input_grad[2] else None
+        )  # that of rows that read it is apart
         groups = _grouped(saved, [c[1:] for c in ctx.counts])
         ranks = []
         for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):
@@ -111,7 +117,7 @@ class Leave(torch.autograd.Function):
             out += [None] * sum(counts[1:4])
             empty = not rank.summary.sizes.tokens  # a rank without tokens returns gradients of zero, not None
             out += [torch.zeros_like(x) if empty else None for x in given]
-        return None, None, *out
+        return None, None, of_state, *out
 
 
 def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
@@ -144,7 +150,7 @@ def run(job: Job, state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
         groups.append([passed, e.starts, e.after, e.kept, list(rank.summary.bound.tensors.values())])
         rank.initial = None
     counts = [[len(part) for part in group] for group in groups]
-    out = Leave.apply(job, counts, *(x for group in groups for part in group for x in part))
+    out = Leave.apply(job, counts, state, *(x for group in groups for part in group for x in part))
     count = len(ranks)
     finals = out[count:] if job.return_state else [None] * count
     return list(zip(out[:count], finals, strict=True))
