@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dsf.models
 from dsf import mixers
+from dsf.mixers import sliding_window_attention
 from dsf.parallel import Sequence, attach, prepare
 
 
@@ -34,6 +35,7 @@ def two():
         found[f"no tokens, {name}"] = layer_error(name, nothing, **options)
     for name in ("gated_deltanet", "mamba3"):
         found[f"no tokens behind the last sequence, {name}"] = layer_error(name, nothing, torch.tensor([0, 3, 10]))
+    found["gradients of queries alone"] = wanted_alone(nothing, sliding_window_attention, "q")
     found["gradients of a state alone"] = max(wanted_alone(world, gated_delta) for world in (cp, headtail))
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):
         found[f"packed in a graph, {name}"] = packed_in_a_graph(world, name, kept)

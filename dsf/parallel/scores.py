@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsf.call.attention import after_kernels, finish, scores_options
-from dsf.call.bind import Bound, angle_width, cached_heads, key_width
+from dsf.call.bind import Bound
 from dsf.call.operands import Operands, kernel_operands, operands
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
@@ -21,7 +23,6 @@ from dsf.language.spec import Spec
 from dsf.parallel.layout import Packing, Reads
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
-from dsf.torch.evaluate import Evaluator
 from dsf.triton import choose
 from dsf.triton.attention import attend
 
@@ -109,15 +110,28 @@ def _operands(spec: Spec, bound: Bound) -> Operands:
     """A rank's operands, also of a shard without tokens."""
     if bound.sizes.tokens:
         return operands(spec, bound, timed_inputs(spec, bound))
-    sizes, (k_heads, v_heads), (b_heads, a_heads) = bound.sizes, *cached_heads(spec, bound.sizes)
-    nothing = sum((x.sum() * 0 for x in bound.tensors.values()), torch.zeros((), device=bound.device)).to(bound.compute)
-    n, batch = key_width(spec, sizes), sizes.batch
-    number = nothing.expand(batch, b_heads, 0).double() if b_heads else None
-    gained = spec.rows[0].terms[0].gain is not None
-    a, k, v = (nothing.expand(batch, h, 0, w) for h, w in ((sizes.heads, n), (k_heads, n), (v_heads, sizes.p)))
-    angle = nothing.expand(batch, a_heads, 0, angle_width(spec, sizes)) if a_heads else None
-    values = Evaluator({spec.readout: nothing}, sizes.keys, sizes.p)
-    return Operands(a, k, v, number, number if gained else None, angle, None, None, values)
+    like = one_token(spec, bound)
+    found = operands(spec, like, timed_inputs(spec, like))
+    parts: dict[str, Any] = {name: getattr(found, name) for name in ("a", "k", "v", "log", "gain", "angle")}
+    parts = {name: None if x is None else emptied(x, bound) for name, x in parts.items()}
+    return replace(found, **parts)
+
+
+def one_token(spec: Spec, bound: Bound) -> Bound:
+    """A call without tokens with one of zeros, which has other ranks' shapes and wishes for gradients."""
+    timed = {i.name for i in spec.inputs if i.kind.time}
+    some = {n: pad(x, (*[0, 0] * (x.dim() - 2), 0, 1)) if n in timed else x for n, x in bound.tensors.items()}
+    return replace(bound, tensors=some, sizes=replace(bound.sizes, tokens=1))
+
+
+def emptied(x: Tensor, bound: Bound) -> Tensor:
+    """x [B, heads, 1, ...] without its token. It wants a gradient where x does, as on the other ranks, since all of
+    them exchange it; no number of the token's is read."""
+    found = x.detach()[:, :, :0]
+    if not x.requires_grad:
+        return found
+    leaves = [y.sum().to(x.dtype) for y in bound.tensors.values() if y.requires_grad]
+    return found + torch.stack(leaves).sum() * 0
 
 
 @dataclass(frozen=True)

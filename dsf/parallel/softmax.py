@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, cached_heads, check_cache
+from dsf.call.bind import Bound, check_cache
 from dsf.call.operands import fused_operands, operands
 from dsf.call.recurrence import Recurrence
 from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
 from dsf.language.errors import InputError
 from dsf.parallel.layout import Packing, Reads
-from dsf.parallel.scores import attend_pieces, attend_scores, takes_kernels
+from dsf.parallel.scores import attend_pieces, attend_scores, emptied, one_token, takes_kernels
 from dsf.parallel.tokens import gather_all
 from dsf.parallel.world import World
 
@@ -126,17 +126,9 @@ def _operands(recurrence: Recurrence, bound: Bound, form: str) -> tuple[Tensor, 
     """a [B, H, T, N], k [B, Hk, T, N], v [B, Hv, T, P] of C = phi(scale a), B = phi(k) v."""
     spec = recurrence.spec
     if not bound.sizes.tokens:
-        sizes, like = bound.sizes, next(iter(bound.tensors.values()))
-        k_heads, v_heads = cached_heads(spec, sizes)[0]
-        nothing = sum((x.sum() * 0 for x in bound.tensors.values()), like.new_zeros(()))
-        a, k, v = (
-            like.new_zeros(sizes.batch, heads, 0, width) + nothing
-            for heads, width in ((sizes.heads, sizes.keys), (k_heads, sizes.keys), (v_heads, sizes.p))
-        )
-        if form == "naive":
-            return a.double(), k.double(), v.double(), 1.0
-        fast = form in ("auto", "chunk") and bound.device.type == "cuda"
-        return (a, k, v, 1.0) if fast else (a.to(bound.compute), k.to(bound.compute), v.to(bound.compute), 1.0)
+        *several, scale = _operands(recurrence, one_token(spec, bound), form)
+        a, k, v = (emptied(x, bound) for x in several)
+        return a, k, v, scale
     timed = timed_inputs(spec, bound)
     if form == "naive":
         bound = Bound(bound.tensors, bound.sizes, bound.dtype, torch.float64, bound.device)
