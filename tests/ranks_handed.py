@@ -39,6 +39,7 @@ def two():
     found["gradients of a state alone"] = max(wanted_alone(world, gated_delta) for world in (cp, headtail))
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):
         found[f"packed in a graph, {name}"] = packed_in_a_graph(world, name, kept)
+    found["reversed in a graph"] = reversed_in_a_graph()
     found["rates over ranks"] = max(rates_over_ranks())
     return found, *rest
 
@@ -171,6 +172,14 @@ def packed_in_a_graph(cp, name, kept):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     pairs = [(own(cp, call(x, None)[0]), found[0]), *zip(before, found, strict=True)]
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def reversed_in_a_graph():
+    """The error of a compiled layer from the last token to the first, over ranks that made no such call before."""
+    torch.manual_seed(1)
+    layer, x, cp = mixers.RGLRU(16).double(), torch.randn(1, 11, 16, dtype=torch.float64), Sequence()
+    call = torch.compile(lambda x: layer(x, parallel=cp, reverse=True)[0], fullgraph=True, backend="aot_eager")
+    return float((call(own(cp, x)) - own(cp, layer(x, reverse=True)[0])).detach().abs().max())
 
 
 def half_turns(cp, dtype):

@@ -135,13 +135,8 @@ class World:
             return self
         if self._forward is not None:
             return self._forward
-        if self._backwards is None:
-            found = object.__new__(type(self))
-            found.__dict__.update(self.__dict__)
-            found._forward = self
-            found._turn()
-            found._register()
-            self._backwards = found
+        turned_about(self)
+        assert self._backwards is not None
         return self._backwards
 
     def _turn(self) -> None:
@@ -186,6 +181,22 @@ class World:
         halves = [x.chunk(2, dim=dim) for x in shards]
         owners = [layout.owner(number) for number in range(layout.fragments)]
         return torch.cat([halves[rank][slot] for rank, slot in owners], dim=dim)
+
+
+def turned_about(world: World) -> bool:
+    """Make the world of a world's reversed calls, unless it has one. Dynamo calls this while it traces, as it cannot
+    follow locks."""
+    if world._backwards is None:
+        found = object.__new__(type(world))
+        found.__dict__.update(world.__dict__)
+        found._forward = world
+        found._turn()
+        found._register()
+        world._backwards = found
+    return True
+
+
+turned_about._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 class Sequence(World):
