@@ -386,7 +386,9 @@ def placed(mesh):
     heads = {n: distribute_tensor(x, mesh["cp"], [Shard(2)]) for n, x in inputs.items()}
     wide = {n: distribute_tensor(x, mesh["cp"], [Shard(3 if n == "q" else 2)]) for n, x in inputs.items()}
     calls = [tokens, {**heads, "q": tokens["q"]}, {**heads, "q": inputs["q"]}, wide]
-    return most, [refused(lambda given=given: gated_delta(**given)) for given in calls]
+    cache = {n: heads[n] for n in ("q", "k", "v")}
+    of_cache = refused(lambda: softmax(**cache, return_state=True))
+    return most, [*(refused(lambda given=given: gated_delta(**given)) for given in calls), of_cache]
 
 
 def in_a_graph():

@@ -42,11 +42,12 @@ def test_bad_input_is_refused_on_every_rank(two):
 def test_placements_and_policies_that_do_not_fit_are_refused(two):
     (*_, first, _), (*_, second, _) = two
     assert first == second and all(isinstance(text, str) for text in first)
-    tokens, mixed, plain, entries, cast, none = first
+    tokens, mixed, plain, entries, cache, cast, none = first
     assert "`q` is sharded over tokens; give parallel=" in tokens
     assert "give parallel=" in mixed
     assert "`q` is no DTensor and others are" in plain
     assert "expected Replicate() or a Shard of one of batch (dim 0), heads (dim 2)" in entries
+    assert "a cache of keys and values is not returned of DTensors" in cache
     assert "casts the rate" in cast and "torch.bfloat16" in cast and "has no dsf mixer" in none
 
 

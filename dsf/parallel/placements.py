@@ -23,6 +23,7 @@ from dsf.parallel.world import Sequence, World
 BATCH, TOKENS, HEADS = "batch", "tokens", "heads"
 OF_OUTPUT = {BATCH: Shard(0), TOKENS: Shard(1), HEADS: Shard(2)}
 OF_STATE = {BATCH: Shard(0), TOKENS: Replicate(), HEADS: Shard(1)}
+LOCALLY = "give each rank's own tensors, x.to_local()"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: A
     start = None if state is None else _local_state(spec, state, dealt)
     found = run(**local, initial_state=start)
     if isinstance(found, tuple):
+        if not isinstance(found[1], Tensor):
+            raise InputError(f"{spec.name}: a cache of keys and values is not returned of DTensors: {LOCALLY}")
         return dealt.out(found[0], OF_OUTPUT), dealt.out(found[1], OF_STATE)
     return dealt.out(found, OF_OUTPUT)
 
@@ -172,6 +175,8 @@ def _local(x: DTensor, dealt: Dealt) -> Tensor:
 
 def _local_state(spec: Spec, state: Any, dealt: Dealt) -> Tensor:
     expected = [Replicate() if way is None else OF_STATE[way] for way in dealt.ways]
+    if spec.is_attention:
+        raise InputError(f"{spec.name}: a cache of keys and values is not taken beside DTensors: {LOCALLY}")
     if not isinstance(state, DTensor) or list(state.placements) != expected:
         given = list(state.placements) if isinstance(state, DTensor) else type(state).__name__
         raise InputError(f"{spec.name}: initial_state must be a DTensor placed {expected}, got {given}")
