@@ -90,9 +90,14 @@ class Dense:
     def _apply(matrix: Tensor, x: Tensor, adjoint: bool) -> Tensor:
         matrix = matrix.to(x.dtype)
         matrix = matrix.mT if adjoint else matrix
+        several = x.reshape(-1, *x.shape[-3:])  # columns of one product: torch would copy the matrices for each of them
         if matrix.shape[-3] == 1:
-            return matrix.squeeze(-3) @ x
-        return (matrix @ x.mT.unsqueeze(-1)).squeeze(-1).mT
+            columns = rearrange(several, "s h n p -> h n (s p)")
+            found = rearrange(matrix.squeeze(-3) @ columns, "h n (s p) -> s h n p", p=x.shape[-1])
+        else:
+            columns = rearrange(several.expand(*several.shape[:-1], matrix.shape[-3]), "s h n p -> h p n s")
+            found = rearrange(matrix @ columns, "h p n s -> s h n p")
+        return found.reshape(*x.shape[:-3], *found.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
-from dsf.kernels.invariant import fast_length
+from dsf.kernels.invariant import Dense, fast_length
 from dsf.language.invariant import is_invariant
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -242,3 +242,19 @@ def test_backwards_is_the_sum_over_later_tokens():
     response = torch.stack([(c**2 * a**lag).sum() for lag in range(70)])
     later = torch.stack([(response[: 70 - t] * x[0, t:, 0, 0]).sum() for t in range(70)])
     torch.testing.assert_close(y[0, :, 0, 0], later, **CLOSE)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("lead", [(), (5,), (5, 2)], ids=str)
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_powers_of_matrices(channels, lead, adjoint):
+    """Of one matrix a head, or one a channel, for any number of states."""
+    torch.manual_seed(0)
+    a = torch.randn(2, channels, 4, 4, dtype=torch.float64) / 2
+    for width in (1, 3):
+        x = torch.randn(*lead, 2, 4, width, dtype=torch.float64)
+        expected = x.expand(*x.shape[:-1], max(width, channels))
+        for _ in range(6):
+            each = (a.mT if adjoint else a).expand(-1, expected.shape[-1], -1, -1)
+            expected = torch.einsum("hpnm,...hmp->...hnp", each, expected)
+        torch.testing.assert_close(Dense(a).power(x, 6, adjoint), expected, **CLOSE)
