@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.matrix import Traits
 from dsf.kernels.triton.chunk.normaliser import Normaliser
+from dsf.kernels.triton.chunk.traits import Traits
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise.kernel import level_blocks, levels

@@ -13,12 +13,12 @@ forwards only then, from a kept state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.chunk.cross import Border, fill
+from dsf.kernels.triton.chunk.cross import fill
 from dsf.kernels.triton.chunk.forward_walk import Outputs
 from dsf.kernels.triton.chunk.gradient_parts import NormalGradients
 from dsf.kernels.triton.chunk.key_rows import KeyRows, key_gradients, key_scalars, prepared
@@ -27,8 +27,9 @@ from dsf.kernels.triton.chunk.precision import decay_gradient, decay_kind, terms
 from dsf.kernels.triton.chunk.reverse_walk import Values
 from dsf.kernels.triton.chunk.row_gradients import Skip, in_turn, row_gradients, sum_pieces
 from dsf.kernels.triton.chunk.states import sizes_of_state
-from dsf.kernels.triton.chunk.table import Tiles, cut, limits, lower, sharing, stretches, tiles
+from dsf.kernels.triton.chunk.table import Tiles, finer, limits, lower, segments, sharing, stretches, tiles
 from dsf.kernels.triton.chunk.tiles import arithmetic
+from dsf.kernels.triton.chunk.traits import Traits, Wanted
 from dsf.kernels.triton.chunk.walks import Held, both, forward, forward_launch, prepared_scalars, reverse, transform
 from dsf.kernels.triton.launch import constant
 from dsf.kernels.triton.packed import Sequences, slots
@@ -36,33 +37,6 @@ from dsf.kernels.triton.structs import Rows, Sizes
 
 # (printed function that loads, printed function that computes y, their pointers, memory for y's rounding errors).
 Finish = tuple[Any, Any, tuple[Any, ...], Tensor | None]
-
-
-class Wanted(NamedTuple):
-    """Which gradients are wanted: read: that of the read scale; summed: those of q and k are summed over the heads
-    that share them; exact: which of q, k, v, r have a gradient that is differentiated further, and is therefore kept in
-    float32; border: room for what turns of the states between chunks would change."""
-
-    read: bool = True
-    summed: bool = False
-    exact: tuple[bool, ...] = (False,) * 4
-    border: Border | None = None
-
-
-class Traits(NamedTuple):
-    """What is known of a call's rows: positive: no write strength is negative; group: so many rows, a power of two, act
-    at once, as corrections of one sum. Only the first of them has a decay. undecayed: rows erase before their decay, by
-    which b is divided. right: the rows r [B, T, Hr, N] along which is erased, None for those of k. precise: as Program
-    has it. together: rows of a token, each of which reads what all of them write; fresh: the write strengths
-    [B, T, H] that a token's own reads see, None for s (`Chunked`)."""
-
-    positive: bool = False
-    group: int = 1
-    undecayed: bool = False
-    right: Tensor | None = None
-    precise: bool = False
-    together: int = 1
-    fresh: Tensor | None = None
 
 
 class _Call:
@@ -90,7 +64,7 @@ class _Call:
         self.terms = terms(self.tiles.precision, q.dtype, self.kind, self.delta, back)
         self.chunks = -(-self.tokens // self.tiles.chunk)
         self.lanes = self.batch * heads
-        self.count, self.span, self.finer = cut(
+        self.count, self.span, self.finer = _cut(
             self.tiles, self.lanes, self.chunks, self.p, self.delta, q.device,
             self.kind == "scalar" and packed is None,
         )  # fmt: skip
@@ -261,6 +235,20 @@ class _Call:
     def stretch(self, most: int) -> int:
         """Chunks of a stretch of T, for at most so many stretches."""
         return -(-self.chunks // stretches(self.chunks * self.lanes, most, self.delta))
+
+
+def _cut(
+    found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device, alone: bool
+) -> tuple[int, int, int]:  # fmt: skip
+    """(number of parallel segments of T, chunks a segment, pieces a segment).
+
+    alone: scalar decays without packing, whose pieces need no walk.
+    """
+    count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
+    span = -(-chunks // count)
+    pieces = finer(span) if count > 1 and alone and not delta else 1
+    span += -span % pieces
+    return -(-chunks // span), span, pieces
 
 
 def _chunk_matrix(

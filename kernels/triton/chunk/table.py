@@ -182,17 +182,3 @@ def stretches(chunks: int, most: int, delta: bool = False) -> int:
 def lower(chunk: int) -> int:
     """Entries of a lower triangle [chunk, chunk] as the transform writes it: whole blocks of columns (tiles.py)."""
     return chunk // 2 * (chunk + min(16, chunk // 2))
-
-
-def cut(
-    found: Tiles, lanes: int, chunks: int, p: int, delta: bool, device: torch.device, alone: bool
-) -> tuple[int, int, int]:  # fmt: skip
-    """(number of parallel segments of T, chunks a segment, pieces a segment).
-
-    alone: scalar decays without packing, whose pieces need no walk.
-    """
-    count = segments(chunks, lanes * -(-p // found.piece), delta, limits(device)[1])
-    span = -(-chunks // count)
-    pieces = finer(span) if count > 1 and alone and not delta else 1
-    span += -span % pieces
-    return -(-chunks // span), span, pieces
