@@ -280,3 +280,19 @@ def test_every_law_holds_of_slots_and_of_new_members(r):
 def test_two_writes_and_two_reads_run_on_the_chunk_kernels(r):
     plan = r.plan(T=256, N=64, P=64, dtype=torch.bfloat16, device="cuda", backend="triton")
     assert plan.form == "chunk" and plan.kernel.startswith("chunk walk")
+
+
+@dsf.recurrence
+def added(q: Key, k: Key, v: Value, a: Param[Scalar], b: Param[Scalar]) -> System:
+    return System(A=sigmoid(a + b) * I, B=k * v, C=q)
+
+
+@pytest.mark.parametrize("form", ["naive", "recurrent", "scan", "chunk", "kernel"])
+def test_params_that_are_added_have_gradients_of_their_own(form):
+    """An optimizer's clipping of one changes no other."""
+    q, k, v = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
+    a, b = (torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    added(q, k, v, a, b, form=form).square().sum().backward()
+    expected = b.grad.clone()
+    a.grad.mul_(2)
+    assert torch.equal(b.grad, expected)
