@@ -179,11 +179,11 @@ class TurnedByKernels(Framed):
         found = Turned.apply(scale, pair, self.bounds, how, len(xs), *xs, *biases, *firsts)
         border, final, dots = found[:3]
         marks, outs = found[3 : 3 + len(xs) // rows], found[3 + len(xs) // rows :]
-        firsts_of = [x.node for x in vectors[::rows]]
-        for node, out in zip(firsts_of, outs, strict=True):
-            self.values[Expr("input", (), (node.attrs[0], None), node.axes)] = out.unsqueeze(-1)
+        names = [x.node.attrs[0] for x in vectors[::rows]]
+        for name, out in zip(names, outs, strict=True):
+            self.values[Expr("input", (), (name, None), frozenset({KEY}))] = out.unsqueeze(-1)
         if border.requires_grad:
-            named = {node.attrs[0]: mark for node, mark in zip(firsts_of, marks, strict=True)}
+            named = dict(zip(names, marks, strict=True))
             self.turns = Turns(spread_heads(border, sizes.heads, 1), named)
         self.values[DOT] = dots[..., None, None]
         self.final = spread_heads(final.unsqueeze(-1), sizes.heads, 1)

@@ -97,7 +97,7 @@ def early(spec: Spec) -> Frame | None:
     def plain(x: Expr) -> Expr:
         return made.without_pairs(made.without_prev(x))
 
-    map_system(spec.system, plain)  # for leaves in the declaration's order, as the state holds them
+    system = map_system(spec.system, plain)  # with leaves in the declaration's order, as the state holds them
     for pair in pairs:
         again = plain(pair.again)
         if again not in nodes:
@@ -105,8 +105,7 @@ def early(spec: Spec) -> Frame | None:
         node = nodes[again]
         every.append(Early(node, again, made.without_pairs(made.lagged(pair.x, 1))))
         written.append(times(plain(pair.x), plain(pair.own) + node))
-    a = map_system(spec.system, plain).micro_steps[len(pairs)].A
-    last = replace(map_system(spec.system, plain), A=a, B=sum(written[1:], written[0]), earlier=())
+    last = replace(system, A=system.micro_steps[len(pairs)].A, B=sum(written[1:], written[0]), earlier=())
     angles = None
     if turns(last):
         try:
