@@ -213,6 +213,7 @@ FAMILIES = {
             "erasing_ratio": of(matrix.erasing_ratio),
             "gated": of(matrix.gated),
             "single_steps": of(matrix.single_steps),
+            "mamba3_mimo": of("mamba3_mimo", every_way, **FEW),
             "twice_erased": of(matrix.twice_erased, **FEW),
             "deltanet, fewer channels than keys": of("deltanet", N=128, P=32),
             "forgetful_delta, wide": of(matrix.forgetful_delta, N=128, P=128),
@@ -243,7 +244,6 @@ FAMILIES = {
         {
             "mamba3_biased": of(mamba3_biased, every_way, **FEW),
             "mamba3, long": of("mamba3", B=1, H=1, T=40_000),
-            "mamba3_mimo": of("mamba3_mimo", every_way, **FEW),
             "erasing and turning": of(erasing_and_turning, every_way, **FEW),
         },
         ("chunk.cross", "turn.kernel"),
