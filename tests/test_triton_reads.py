@@ -56,9 +56,9 @@ EVERY = pytest.mark.parametrize("r", [*TOGETHER, *TWICE], ids=lambda r: r.name)
 BOUNDS = [0, 0, 5, 6, 6, 70, 83]
 
 
-def sample(r, B, T, seed=0):
+def sample(r, B, T, N=16):
     """Keys of about unit length."""
-    g, sizes = torch.Generator().manual_seed(seed), {"B": B, "T": T, "H": 2, "N": 16, "N/2": 8, "P": 24}
+    g, sizes = torch.Generator().manual_seed(0), {"B": B, "T": T, "H": 2, "N": N, "N/2": N // 2, "P": 24}
     found = {}
     for i in r.spec.inputs:
         x = torch.randn([i.kind.steps or 0 if axis == "n" else sizes[axis] for axis in i.kind.layout()], generator=g)
@@ -145,3 +145,18 @@ def test_a_sequence_in_parts_is_the_whole(r):
         y, state = r(**here, initial_state=state, return_state=True, form=how, backend=backend)
         outputs.append(y)
     compare({"y": torch.cat(outputs, dim=1), "state": state}, {"y": whole, "state": last}, 2e-6)
+
+
+@pytest.mark.parametrize("r", [four, mamba3_mimo_of(2)], ids=lambda r: r.name)
+def test_one_tensor_as_two_inputs(r):
+    """Keys that are also queries, values that also weigh outputs; 18 keys, 19 tokens of one sequence."""
+    given = sample(r, 1, 19, N=18)
+    leaves = {k: x.requires_grad_() for k, x in given.items() if k not in ("c", "g")}
+    twins = {"c": leaves["b"], "g": leaves["x"]}
+    found, expected = (
+        torch.autograd.grad(
+            r(**{k: cast(x) for k, x in (leaves | twins).items()}, **how).square().sum(), leaves.values()
+        )
+        for cast, how in ((lambda x: x, {"backend": "triton"}), (torch.Tensor.double, {"form": "naive"}))
+    )
+    compare(dict(zip(leaves, found, strict=True)), dict(zip(leaves, expected, strict=True)), 4e-6)

@@ -332,7 +332,7 @@ def environment(
 def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
     """An input as [B|1, T|1, H, n, p], of size one along axes that it lacks, with shared heads repeated."""
     if not kind.time:
-        if x.is_leaf and x.requires_grad:
+        if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
             x = x * 1  # torch gives two leaves whose views are added one gradient in the same memory
         x = x[None, None]
     if KEY not in kind.axes:

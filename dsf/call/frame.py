@@ -145,8 +145,6 @@ class Framed:
 
     def _write_ahead(self, x: Early) -> None:
         """Compute what a token writes for the one after, and what of it the first state takes."""
-        if x.node in self.values and self.rest is None:
-            return
         source = self.evaluate(x.source)
         self.values[x.node] = ahead(source, self.places)
         if self.rest is None:

@@ -92,19 +92,20 @@ def early(spec: Spec) -> Frame | None:
     pairs = _pairs(spec)
     if not pairs:
         return None
-    made, nodes, every, written = Made(spec), dict[Expr, Expr](), list[Early](), list[Expr]()
+    made, every, written = Made(spec), dict[Expr, Early](), list[Expr]()
 
     def plain(x: Expr) -> Expr:
         return made.without_pairs(made.without_prev(x))
 
     system = map_system(spec.system, plain)  # with leaves in the declaration's order, as the state holds them
     for pair in pairs:
-        again = plain(pair.again)
-        if again not in nodes:
-            nodes[again] = made.node("next", frozenset())
-        node = nodes[again]
-        every.append(Early(node, again, made.without_pairs(made.lagged(pair.x, 1))))
-        written.append(times(plain(pair.x), plain(pair.own) + node))
+        again, before = plain(pair.again), made.without_pairs(made.lagged(pair.x, 1))
+        known = every.get(again)
+        if known is None:
+            every[again] = Early(made.node("next", frozenset()), again, before)
+        else:
+            every[again] = replace(known, before=known.before + before)
+        written.append(times(plain(pair.x), plain(pair.own) + every[again].node))
     last = replace(system, A=system.micro_steps[len(pairs)].A, B=sum(written[1:], written[0]), earlier=())
     angles = None
     if turns(last):
@@ -113,7 +114,8 @@ def early(spec: Spec) -> Frame | None:
         except NoGaugeError:
             return None
     last = made.in_rows(map_system(last, made.by_torch), len(pairs))
-    return replace(made.frame(replace(last, unseen=tuple(nodes.values())), angles), early=tuple(every))
+    last = replace(last, unseen=tuple(x.node for x in every.values()))
+    return replace(made.frame(last, angles), early=tuple(every.values()))
 
 
 def _pairs(spec: Spec) -> list[_Pair]:

@@ -98,9 +98,7 @@ class Leave(torch.autograd.Function):
         dfinals: Several[Tensor | None] = [None] * count
         if job.return_state:  # zeros where nobody asks for the state: a traced graph would sum them in its forward part
             dfinals = [tied(d, [dy]) for d, dy in zip(grads[count:], dys, strict=True)]
-        of_state = (
-            torch.zeros_like(saved[-1]) if ctx.needs_input_grad[2] else None
-        )  # that of rows that read it is apart
+        of_state = torch.zeros_like(saved[-1]) if ctx.needs_input_grad[2] else None  # rows that read it add theirs
         groups = _grouped(saved, [c[1:] for c in ctx.counts])
         ranks = []
         for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):

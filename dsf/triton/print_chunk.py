@@ -391,7 +391,7 @@ class _Writer(Writer):
             ops.log, ops.keywise, ops.ones is not None, self.column, ops.gated, self.factor is not None,
             None if self.beside is None else self.beside[1].attrs[0], ops.gains is not None,
             ops.floor if ops.lefts else None, tuple(x.attrs[0] for x in self.vectors), dict(accesses),
-            ops.group, ops.divisors is not None, len(ops.queries) or 1, ops.rows if ops.queries or ops.fresh else 1,
+            ops.group, ops.divisors is not None, len(ops.queries) or 1,
         )  # fmt: skip
 
 

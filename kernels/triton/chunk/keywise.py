@@ -24,14 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.chunk.tiles import (
-    LOG_TINY,
-    Chunked,
-    is_later,
-    load_rows,
-    running_sums,
-    store_rows,
-)
+from dsf.kernels.triton.chunk.tiles import LOG_TINY, Chunked, is_later, load_rows, running_sums, store_rows
 from dsf.kernels.triton.packed import place_of_chunk
 from dsf.kernels.triton.structs import of_head
 

@@ -98,8 +98,7 @@ class Program:
     decay whose gradients the chunk kernels compute; accesses: the tensors of each printed function; group: rows of one
     micro-step, several where it sums corrections; undecayed: rows erase before their decay, which divides the erases;
     precise: bfloat16 products of decays by head have two terms, where sums of several systems' gradients cancel; reads:
-    a token's readouts, several of which stand in its rows; together: rows that see what all of them write, 1 or a
-    token's.
+    a token's readouts, several of which stand in its rows.
     """
 
     inputs: tuple[Access, ...]
@@ -122,9 +121,13 @@ class Program:
     group: int = 1
     undecayed: bool = False
     reads: int = 1
-    together: int = 1
     precise: bool = field(default=False, repr=False)
     functions: Any = field(default=None, compare=False)
+
+    @property
+    def together(self) -> int:
+        """Rows that see what all of them write: a token's where it has several readouts, else 1."""
+        return self.micro if self.reads > 1 or "fresh" in self.roles else 1
 
 
 PROGRAMS: Registry[Program] = Registry("program")
