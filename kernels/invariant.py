@@ -11,7 +11,7 @@ later ones included. In the other forms it is relative to earlier tokens only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -262,29 +262,31 @@ class _Causal(torch.autograd.Function):
         return dx, part(spectra[0], h.shape, "backward") if ctx.needs_input_grad[1] else None
 
 
+def in_time(x: Tensor, h: Tensor) -> Tensor:
+    """x [B, T, H, p] convolved along T with h [H, p, T], p in {1, P}, by torch: [B, T, H, P or 1]."""
+    return rearrange(causal(rearrange(x, "b t h p -> b h p t"), h), "b h p t -> b t h p")
+
+
 def convolution(
     system: Invariant,
     drives: Sequence[Tensor],
     state: Tensor | None,
     lengths: Tensor | None = None,
-    final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """y and the state after the last token.
+    convolve: Callable[[Tensor, Tensor], Tensor] = in_time,
+) -> Tensor:
+    """y [B, T, H, P or 1].
 
     drives: x_g [B, T, H, p] for every write, p in {1, P}. state: [B, H, N, P] or None. lengths: [B] tokens of each row,
-    the rest being padding, or None for T. final: whether the last state is wanted. Returns y [B, T, H, P or 1] and the
-    state [B, H, N, P or 1], None when it is not.
+    the rest being padding, or None for T. convolve: as `in_time`.
     """
     tokens, dtype = drives[0].shape[1], drives[0].dtype
     each = system.impulses(tokens, dtype)
     if lengths is not None:
         inside = (torch.arange(tokens, device=lengths.device) < lengths[:, None])[:, :, None, None]
         drives = [torch.where(inside, x, 0.0) for x in drives]
-    parts = [causal(rearrange(x, "b t h p -> b h p t"), h) for h, x in zip(each, drives, strict=True)]
-    y = rearrange(sum(parts[1:], parts[0]), "b h p t -> b t h p")
-    if state is not None:
-        y = y + _from_state(system, state, tokens)
-    return y, _final(system, drives, state, lengths) if final else None
+    parts = [convolve(x, h) for h, x in zip(each, drives, strict=True)]
+    y = sum(parts[1:], parts[0])
+    return y if state is None else y + _from_state(system, state, tokens)
 
 
 def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
@@ -297,8 +299,13 @@ def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
     return rearrange(found, "b h p i j -> b (i j) h p")[:, :tokens]
 
 
-def _final(system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """A^T S_0 + Σ_t A^{T-1-t} b x_t with each row's own T: [B, H, N, P]."""
+def final_state(
+    system: Invariant, drives: Sequence[Tensor], state: Tensor | None, lengths: Tensor | None = None
+) -> Tensor:
+    """The state after the last token, A^T S_0 + Σ_t A^{T-1-t} b x_t with each row's own T: [B, H, N, P or 1].
+
+    drives, state, lengths: as `convolution` has them.
+    """
     tokens = drives[0].shape[1]
     fine = fine_of(tokens)
     pad = -tokens % fine

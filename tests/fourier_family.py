@@ -1,10 +1,29 @@
-"""Time-invariant declarations that run as one operator on a GPU (dsf.triton.convolve), and inputs of them."""
+"""Time-invariant declarations that run as one operator on a GPU (dsf.triton.convolve, or given), and inputs of them."""
 
 import torch
-from test_invariant import complex_bank, driven_entries, sample
+from test_invariant import blocks, complex_bank, driven_entries, rank_one, sample, taps, two_steps
 
 import dsf
-from dsf import Key, Pair, Param, Scalar, System, Value, diag, exp, expm1, log, mixers, sigmoid, softplus, turn, zoh
+from dsf import (
+    Key,
+    Pair,
+    Param,
+    Scalar,
+    System,
+    Value,
+    diag,
+    exp,
+    expm1,
+    l2norm,
+    log,
+    mixers,
+    outer,
+    prev,
+    sigmoid,
+    softplus,
+    turn,
+    zoh,
+)
 from dsf.language.functions import abs as absolute
 from dsf.language.functions import complement, cos, log1p, logsigmoid, maximum, minimum, rsqrt, sin, sqrt, where
 
@@ -59,8 +78,25 @@ def spread_drive(u: Pair, a: Param[Key], C: Param[Key]):
     return System(A=exp(-exp(a)), B=u, C=C)
 
 
+@dsf.recurrence
+def corrected(
+    x: Value, z: Value, g: Value, a: Param[Key], v: Param[Key, Value], B: Param[Key], C: Param[Key], D: Param[Value]
+):
+    """A correction, a drive of two inputs that is written twice, a gate, and the state before the update."""
+    drive = x * sigmoid(z)
+    A = diag(sigmoid(a)) + 0.2 * outer(l2norm(v), l2norm(B))
+    return System(A=A, B=B * drive - 0.5 * a * drive, C=C * g, D=D * (x + z), read="before")
+
+
+@dsf.recurrence
+def corrected_shift(x: Scalar, a: Param[Key], B: Param[Key], C: Param[Key, Value]):
+    """One number a head drives all channels, and the one before it."""
+    return System(A=diag(sigmoid(a)) - 0.2 * outer(l2norm(B), l2norm(B)), B=B * prev(x), C=C)
+
+
 OWN = [still_pairs, gated_bank, entries, every_function, half_read, complex_bank, driven_entries]
 PRINTED = [mixers.s4d, mixers.s4d_real, mixers.dss, mixers.lru, mixers.s5, mixers.h3, *OWN]
+BY_FILTERS = [blocks, rank_one, two_steps, taps, uneven, spread_drive, corrected, corrected_shift, mixers.s4]
 TILE = 64  # tokens that are compared as one
 SIZES = {"lru": {"N": 2, "P": 2}, "s5": {"N": 2, "P": 2}, "s4d": {"P": 1}, "dss": {"P": 1}, "h3": {"P": 1}}
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fourier_family import PRINTED, compare, drawn, gated_bank, results
+from fourier_family import BY_FILTERS, PRINTED, compare, drawn, gated_bank, results
 
 from dsf import long_convolution, mixers
 from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
@@ -31,6 +31,15 @@ def test_outputs_and_gradients_are_those_of_the_steps(r, tokens):
         compare(r, inputs, results(r, inputs, "convolution"), expected, 1e-5)
     with torch.no_grad():
         compare(r, inputs, {"y": r(**inputs, form="convolution")}, {"y": expected["y"]}, 1e-5)
+
+
+@pytest.mark.parametrize("r", BY_FILTERS, ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [1, 64, 777])
+def test_impulse_responses_by_torch_give_outputs_and_gradients_of_the_steps(r, tokens):
+    inputs = on_gpu(drawn(r, T=tokens, B=3))
+    expected = results(r, wide(inputs), "recurrent")
+    for _ in range(3):
+        compare(r, inputs, results(r, inputs, "convolution"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("tokens", [2048, 16_384, 20_001])

@@ -131,6 +131,18 @@ def test_on_a_gpu_short_states_are_scanned():
     assert mixers.s4d.plan(N=32, **sizes).form == "convolution"
 
 
+def test_a_plan_says_what_is_around_the_fft():
+    sizes = {"B": 8, "T": 2048, "N": 32, "P": 4, "form": "convolution"}
+    shown = {
+        mixers.s4d: "FFT between printed kernels",
+        mixers.s4: "FFT between printed kernels; impulse response apart",
+        rank_one: "FFT between kernels, of each drive; impulse response apart",
+    }
+    for r, kernel in shown.items():
+        assert r.plan(**sizes, device="cuda").kernel == kernel
+        assert r.plan(**sizes).kernel == r.plan(**sizes, device="cuda", dtype=torch.float64).kernel == "FFT"
+
+
 def test_real_rates_are_the_exact_solution_of_their_differential_equation():
     """s4d_real, channel by channel: x' = a x + u with u held, an integral of exponentials, convolved by definition."""
     x, dt, A_log, C, D = sample(mixers.s4d_real, B=1, T=9, H=1).values()

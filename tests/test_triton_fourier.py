@@ -5,16 +5,16 @@ import weakref
 
 import pytest
 import torch
-from fourier_family import PRINTED, compare, drawn, gated_bank, results, spread_drive, uneven
+from fourier_family import BY_FILTERS, PRINTED, compare, corrected, corrected_shift, drawn, gated_bank, results, uneven
 from interpreted import interpreted
-from test_invariant import LINES, blocks, complex_bank, rank_one, sample, taps, two_steps
+from test_invariant import LINES, blocks, complex_bank
 
 import dsf
 from dsf import Key, Param, Scalar, System, Value, exp, mixers, turn
 from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 from dsf.kernels.triton.operators import forget, noted
 from dsf.language.functions import maximum
-from dsf.triton import convolve
+from dsf.triton import convolve, given
 from dsf.triton.choose import elsewhere
 
 pytestmark = interpreted
@@ -198,15 +198,97 @@ def slopes(x, leaves):
     return torch.autograd.grad(x, leaves, retain_graph=True, materialize_grads=True)
 
 
-NOT_PRINTED = [blocks, rank_one, two_steps, taps, uneven, spread_drive, mixers.s4]
+UNPRINTED = pytest.mark.parametrize("r", BY_FILTERS, ids=lambda r: r.name)
 
 
-@pytest.mark.parametrize("r", NOT_PRINTED, ids=lambda r: r.name)
-def test_what_is_not_printed_runs_on_torch(r, on_kernels):
+@pytest.fixture
+def nothing_by_torch(monkeypatch):
+    """No convolution by torch's operators from now on."""
+    return lambda: monkeypatch.setattr("dsf.kernels.invariant.causal", None)
+
+
+@UNPRINTED
+@pytest.mark.parametrize("tokens", [1, 131])
+def test_what_is_not_printed_convolves_by_the_operator_of_given_filters(r, tokens, on_kernels, nothing_by_torch):
     assert isinstance(convolve.program_of(r.spec), str)
-    inputs = sample(r, T=20, dtype=torch.float32)
-    expected = r(**{n: x.double() for n, x in inputs.items()}, form="recurrent")
-    assert (r(**inputs, form="convolution") - expected).norm() <= 1e-4 * expected.norm()
+    one_drive = r in (blocks, uneven, corrected, mixers.s4)
+    assert isinstance(given.program_of(r.spec), str) is not one_drive
+    inputs = drawn(r, T=tokens)
+    on_kernels(False)
+    plain = results(r, inputs, "convolution")
+    on_kernels(True)
+    expected = results(r, {n: x.double() for n, x in inputs.items()}, "recurrent")
+    nothing_by_torch()
+    for _ in range(3):
+        got = results(r, inputs, "convolution")
+        with torch.no_grad():
+            assert torch.equal(r(**inputs, form="convolution"), got["y"])
+        compare(r, inputs, got, expected, 4e-6, plain)
+
+
+@pytest.mark.parametrize("r", [corrected, mixers.s4], ids=lambda r: r.name)
+def test_beside_a_given_filter_half_precisions_are_rounded_once(r, on_kernels):
+    inputs = drawn(r, T=70, dtype=torch.bfloat16)
+    got = results(r, inputs, "convolution")
+    assert got["y"].dtype == torch.bfloat16 and all(got[n].dtype == x.dtype for n, x in inputs.items())
+    compare(r, inputs, got, results(r, {n: x.double() for n, x in inputs.items()}, "recurrent"), 2.0**-7)
+
+
+@UNPRINTED
+def test_states_of_what_is_not_printed_with_all_gradients(r, on_kernels, nothing_by_torch):
+    """In and out, of whole and of packed sequences, forwards and in reverse."""
+    inputs = drawn(r, B=1, T=90)
+    bounds = torch.tensor([0, 0, 5, 12, 13, 44, 44, 57, 90])
+    found = {}
+    for dtype, form in ((torch.float64, "recurrent"), (torch.float32, "convolution")):
+        if form == "convolution":
+            nothing_by_torch()
+        for name, options in (("whole", {}), ("packed", {"cu_seqlens": bounds}), ("reversed", {"reverse": True})):
+            leaves = {n: x.detach().to(dtype).requires_grad_() for n, x in inputs.items()}
+            y, last = r(**leaves, return_state=True, form=form, **options)
+            start = torch.linspace(-1, 1, last.numel()).to(dtype).cos().view_as(last).requires_grad_()
+            z, ended = r(**leaves, initial_state=start, return_state=True, form=form, **options)
+            loss = sum((x * x.detach().cos()).sum() for x in (y, last, z, ended))
+            slopes = torch.autograd.grad(loss, [*leaves.values(), start], materialize_grads=True)
+            found[form, name] = [y, last, z, ended, *slopes]
+    for name in ("whole", "packed", "reversed"):
+        for a, b in zip(found["convolution", name], found["recurrent", name], strict=True):
+            assert a.dtype == torch.float32 and (a - b).norm() <= 1e-5 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("r", [corrected, corrected_shift, mixers.s4], ids=lambda r: r.name)
+def test_second_derivatives_beside_a_given_filter(r, on_kernels):
+    inputs, found = drawn(r, T=12), []
+    for now, wide in ((True, torch.float32), (False, torch.float64)):
+        on_kernels(now)
+        leaves = [x.to(wide).requires_grad_() for x in inputs.values()]
+        first = torch.autograd.grad(r(*leaves, form="convolution").square().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(x.square().sum() for x in first), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_one_tensor_as_several_inputs_beside_a_given_filter(on_kernels):
+    inputs, found = drawn(corrected, T=20, P=4), []
+    for now, wide in ((True, torch.float32), (False, torch.float64)):
+        on_kernels(now)
+        x, rate = (inputs[n].detach().to(wide).requires_grad_() for n in ("x", "a"))
+        mixed = {n: v.to(wide) for n, v in inputs.items()} | dict.fromkeys("xzg", x) | dict.fromkeys("aBC", rate)
+        found.append(torch.autograd.grad(corrected(**mixed, form="convolution").square().sum(), [x, rate]))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_a_call_with_a_given_filter_makes_few_launches():
+    """Rows of the tokens and of the filter, the product of their spectra, y; and the same backwards."""
+    sizes = {"B": 2, "T": 300, "H": 4, "N": 8, "N/2": 4, "P": 1}
+    shapes = {i.name: [sizes[a] for a in i.kind.layout()] for i in mixers.s4.spec.inputs}
+    leaves = [torch.empty(shape, device="meta").requires_grad_() for shape in shapes.values()]
+    forget()
+    with noted() as schedules, elsewhere():
+        torch.autograd.grad(mixers.s4(*leaves, form="convolution").sum(), leaves)
+    forward, backward = schedules
+    assert [len(x.launches) for x in (forward, backward)] == [4, 4]
 
 
 def test_states_and_packed_sequences_still_agree(on_kernels):
@@ -257,12 +339,15 @@ def test_a_dropped_declaration_is_freed_and_its_program_is_found_by_content(on_k
     r = declare()
     inputs = {n: x.requires_grad_() for n, x in drawn(r).items()}
     r(**inputs, form="convolution").sum().backward()
-    name, alive = convolve.program_of(r.spec)[1], weakref.ref(r.spec)
+    name, by_filter = (x.program_of(r.spec)[1] for x in (convolve, given))
+    alive = weakref.ref(r.spec)
     del r
     gc.collect()
     assert alive() is None
-    known = CONVOLUTIONS.pop(name)
-    with pytest.raises(dsf.DsfError, match="whose declaration"):
-        CONVOLUTIONS[name]
+    known, other = CONVOLUTIONS.pop(name), CONVOLUTIONS.pop(by_filter)
+    for x in (name, by_filter):
+        with pytest.raises(dsf.DsfError, match="whose declaration"):
+            CONVOLUTIONS[x]
     kept = declare()
     assert CONVOLUTIONS[name] == known and name == convolve.program_of(kept.spec)[1]
+    assert CONVOLUTIONS[by_filter] == other and by_filter == given.program_of(kept.spec)[1] != name

@@ -3,63 +3,69 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, environment, named_axes
-from dsf.kernels.invariant import Dense, Diagonal, Invariant, Step, convolution
+from dsf.kernels.invariant import Dense, Diagonal, Invariant, Step, convolution, final_state, in_time
 from dsf.kernels.turns import turned_decay
 from dsf.language.expr import KEY, Expr, const, symbol_of
-from dsf.language.invariant import Still
+from dsf.language.invariant import Still, invariant
 from dsf.language.operator import Normal
 from dsf.language.primitives import log_of
+from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
+from dsf.triton import convolve as kernels
+from dsf.triton import given, long
 
 
 def convolve(
-    still: Still,
+    spec: Spec,
     bound: Bound,
     timed: Mapping[str, Tensor],
     state: Tensor | None,
     valid: Tensor | None,
     final: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, P] in the computing dtype and the final state [B, H, N, P].
+    """y [B, T, H, P] in the computing dtype, or in the inputs', and the final state [B, H, N, P].
 
     timed: the inputs with a token axis. valid: [B, T] bool, False for padding after a sequence's tokens. final: whether
     the final state is wanted; if not, it is an empty tensor.
     """
-    sizes = bound.sizes
-    values = Evaluator(environment(still.of, bound, timed), sizes.keys, sizes.p)
-    batch, tokens = next(iter(timed.values())).shape[:2]
-    params = _Params(still, bound)
-    writes, drives = list[Tensor](), list[Tensor]()
-    for place, (_, written) in enumerate(still.steps):
-        for drive in written:
-            fixed = params(drive.fixed).expand(-1, sizes.n, -1)
-            x = values(drive.moving).expand(batch, tokens, sizes.heads, -1, -1)
-            if KEY not in drive.moving.axes:
-                writes.append(params.after(place, fixed))
-                drives.append(x.squeeze(-2))
-                continue
-            each = torch.eye(sizes.n, dtype=fixed.dtype, device=fixed.device)[:, None, :, None] * fixed
-            writes += [params.after(place, one) for one in each]  # one input for every entry of the state
-            drives += x.unbind(-2)
-    if not writes:  # B = 0
-        writes.append(params(const(0)).expand(-1, sizes.n, -1))
-        drives.append(values.full(0.0).squeeze(-2).expand(batch, tokens, sizes.heads, -1))
+    still = invariant(spec)
+    assert isinstance(still, Still)
+    sizes, first = bound.sizes, next(iter(timed.values()))
+    written, params = dict[tuple[Expr, int | None], Tensor](), _Params(still, bound)
+    for moving, place, write in params.writes():
+        known = written.get((moving, place))
+        written[moving, place] = write if known is None else known + write
     read = params(still.read).expand(-1, sizes.n, -1)
-    system = Invariant(params.step, read, tuple(writes), still.of.system.read == "before")
+    system = Invariant(params.step, read, tuple(written.values()), still.of.system.read == "before")
     lengths = None if valid is None else valid.sum(1)
-    y, last = convolution(system, drives, state, lengths, final)
-    y = y.expand(-1, -1, -1, sizes.p)
-    if still.gate is not const(1):
-        y = y * values(still.gate).squeeze(-2)
-    if still.of.system.D is not const(0):
-        y = y + values(still.of.system.D).squeeze(-2)
-    return y, y.new_empty(0) if last is None else last.expand(-1, -1, sizes.n, sizes.p).contiguous()
+    on_gpu = kernels.on_kernels(first) and bound.compute == torch.float32
+    y = None
+    if on_gpu and state is None and not isinstance(given.program_of(spec), str):
+        (h,) = system.impulses(first.shape[1], bound.compute)
+        y = given.run(spec, still, bound, timed, h)  # padding changes no y before it
+    if y is not None and not final:
+        return y, y.new_empty(0, dtype=bound.compute)
+    values = Evaluator(environment(still.of, bound, timed), sizes.keys, sizes.p)
+    drives = [_drive(values, *key, (*first.shape[:2], sizes.heads)) for key in written]
+    if y is None:
+        y = convolution(system, drives, state, lengths, long.alone if on_gpu else in_time)
+        y = given.read(still, values, y.expand(-1, -1, -1, sizes.p))
+    if not final:
+        return y, y.new_empty(0)
+    last = final_state(system, drives, state, lengths)
+    return y, last.expand(-1, -1, sizes.n, sizes.p).contiguous()
+
+
+def _drive(values: Evaluator, moving: Expr, entry: int | None, sizes: tuple[int, ...]) -> Tensor:
+    """What moves, or an entry of it: [B, T, H, 1 or P]."""
+    x = values(moving).expand(*sizes, -1, -1)
+    return x.squeeze(-2) if entry is None else x.select(-2, entry)
 
 
 class _Params:
@@ -81,6 +87,21 @@ class _Params:
     def __call__(self, x: Expr) -> Tensor:
         """The value of x: [H, 1 or N, 1 or P]."""
         return self.values(x)[0, 0].expand(self.sizes.heads, -1, -1)
+
+    def writes(self) -> Iterator[tuple[Expr, int | None, Tensor]]:
+        """(what moves, which entry of it, how that is written [H, N, p]) of every injection; one at least."""
+        keys = self.sizes.n
+        for place, (_, written) in enumerate(self.still.steps):
+            for drive in written:
+                fixed = self(drive.fixed).expand(-1, keys, -1)
+                if KEY not in drive.moving.axes:
+                    yield drive.moving, None, self.after(place, fixed)
+                    continue
+                each = torch.eye(keys, dtype=fixed.dtype, device=fixed.device)[:, None, :, None] * fixed
+                for entry, one in enumerate(each):  # one input for every entry of the state
+                    yield drive.moving, entry, self.after(place, one)
+        if not any(written for _, written in self.still.steps):  # B = 0
+            yield const(0), None, self(const(0)).expand(-1, keys, -1)
 
     def after(self, place: int, write: Tensor) -> Tensor:
         """The write of micro-step `place`, multiplied by the transitions of the later micro-steps of its token."""

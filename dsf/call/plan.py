@@ -19,6 +19,7 @@ from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns, state_columns
 from dsf.triton import choose as gpu
+from dsf.triton import convolve as gpu_convolve
 from dsf.triton import solve as gpu_solve
 from dsf.triton.chunk import reads_together
 
@@ -142,13 +143,13 @@ def make_plan(
     """
     check_even(spec, sizes.keys)
     if form == CONVOLUTION:
-        return _of_convolution(spec, sizes, dtype, form, backend)
+        return _of_convolution(spec, sizes, dtype, form, backend, device, transformed)
     wanted = gpu.wanted(backend, device)
     if form == "auto" and backend != "triton" and not transformed and sizes.tokens >= LONG and is_invariant(spec):
         plain = wanted and not spec.is_framed
         by_kernels = plain and _refusal(spec, sizes, dtype, form, backend, device, grad, transformed) is None
         if _convolves(spec, sizes, by_kernels):
-            return _of_convolution(spec, sizes, dtype, form, backend)
+            return _of_convolution(spec, sizes, dtype, form, backend, device, transformed)
     if wanted and spec.has_still_keys and dtype.itemsize == 2 and sizes.tokens > 1:
         dtype = torch.float32  # as dsf.call.bind.unrounded widens the inputs
     if spec.system.solve is not None:
@@ -219,7 +220,9 @@ def _convolves(spec: Spec, sizes: Sizes, by_kernels: bool) -> bool:
     return sizes.n >= least
 
 
-def _of_convolution(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str) -> Plan:
+def _of_convolution(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, transformed: bool
+) -> Plan:
     """The plan of the convolution form. Raises FormError where the spec or the backend has none."""
     found = invariant(spec)
     if isinstance(found, str):
@@ -232,8 +235,9 @@ def _of_convolution(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, bac
     shape = (sizes.batch, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
     width = 8 if dtype == torch.float64 else 4
     reason = "A, B and C do not change from token to token: the inputs are convolved with one impulse response"
+    kernel = gpu_convolve.kernel_of(spec, sizes, dtype, device, transformed)
     return Plan(
-        spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", "FFT", 0, shape, math.prod(shape) * width,
+        spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", kernel, 0, shape, math.prod(shape) * width,
         flops(spec, sizes, CONVOLUTION, 0), io_bytes(spec, sizes, dtype),
         ASKED.format(form) if form == CONVOLUTION else reason,
     )  # fmt: skip

@@ -22,7 +22,6 @@ from dsf.kernels.read_scan import scan_elementwise
 from dsf.kernels.recurrent import recurrent
 from dsf.kernels.segments import segments
 from dsf.kernels.turns import scan_pairs
-from dsf.language.invariant import Still, invariant
 from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.torch.columns import columns
@@ -114,9 +113,7 @@ def _run(
             return gpu_scan.fused_scan(spec, bound, timed, state, valid)
         return room_of(spec).run_matrix(spec, bound, timed, state)
     if plan.form == CONVOLUTION:
-        still = invariant(declared or spec)
-        assert isinstance(still, Still)
-        return convolve(still, bound, timed, state, valid, final)
+        return convolve(declared or spec, bound, timed, state, valid, final)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
     compact = plan.form in ("scan", "chunk") and not (spec.rank or spec.is_stabilised or spec.mixes_pairs)

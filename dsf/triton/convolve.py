@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound
+from dsf.call.bind import Bound, Sizes
 from dsf.language.derived import derived
 from dsf.language.invariant import Still, invariant
 from dsf.language.spec import Spec
-from dsf.triton import support
+from dsf.triton import given, support
 from dsf.triton.choose import is_elsewhere
 from dsf.triton.source import Source, name_of
 
@@ -53,12 +53,27 @@ def on_kernels(x: Tensor) -> bool:
     return (x.is_cuda and support.refusal(x.device) is None) or is_elsewhere(x.device)
 
 
+def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device, transformed: bool) -> str:
+    """What runs the convolution form of calls without an initial state. transformed: inside torch.func."""
+    on_gpu = device.type == "cuda" or is_elsewhere(device)
+    if not on_gpu or transformed or dtype == torch.float64 or support.refusal(device) is not None:
+        return "FFT"
+    if _fits(spec, sizes):
+        return "FFT between printed kernels"
+    what = "kernels, of each drive" if sizes.groups or isinstance(given.program_of(spec), str) else "printed kernels"
+    return f"FFT between {what}; impulse response apart"
+
+
+def _fits(spec: Spec, sizes: Sizes) -> bool:
+    return not sizes.groups and sizes.n <= LARGEST and not isinstance(program_of(spec), str)
+
+
 def takes(spec: Spec, bound: Bound, state: Tensor | None) -> bool:
     """True for calls that the operator takes: with an initial state such that need no gradients."""
-    sizes, given = bound.sizes, list(bound.tensors.values())
-    if sizes.groups or sizes.n > LARGEST or not on_kernels(given[0]) or isinstance(program_of(spec), str):
+    tensors = list(bound.tensors.values())
+    if not on_kernels(tensors[0]) or not _fits(spec, bound.sizes):
         return False
-    return state is None or not (torch.is_grad_enabled() and any(x.requires_grad for x in (*given, state)))
+    return state is None or not (torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state)))
 
 
 def run(
@@ -102,15 +117,15 @@ class _Convolved(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         from dsf.kernels.triton.fourier.operator import convolve_backward
 
-        dy, dlast = given
+        dy, dlast = slopes
         needs = list(ctx.needs_input_grad[4:])
         operands, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         found: Sequence[Tensor | None] = []
         if dlast is not None or torch.is_grad_enabled():
-            found = _again(ctx, given, operands, needs)
+            found = _again(ctx, slopes, operands, needs)
         elif dy is not None:
             found = convolve_backward(dy, operands, kept, ctx.name, needs)
         each = iter(found)

@@ -7,13 +7,15 @@ nothing else it is sums (dsf.kernels.triton.layer.depthwise).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from dsf.kernels.invariant import in_time
 
 Otherwise = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 TITLE = "long_convolution"
@@ -39,15 +41,43 @@ def names() -> list[str]:
 
 def run(x: Tensor, h: Tensor, gate: Tensor | None, D: Tensor | None, otherwise: Otherwise) -> Tensor:
     """gate (x * h + D x) [B, T, H, P] in x's dtype. otherwise: the same by torch, for second derivatives."""
-    from dsf.kernels.triton.fourier.filters import filtered
+    from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 
     if gate is None and D is None and h.shape[1] <= SHORT:
         return _by_sums(x, h)
-    given = [z for z in (gate, D, h) if z is not None]
-    if torch.is_grad_enabled() and any(z.requires_grad for z in (x, *given)):
-        y: Tensor = _Filtered.apply(otherwise, x, h, gate, D)
-        return y
-    y, _ = filtered(_operands(x, gate, D), h, _programs(gate, D), False)
+    name, known = program_of(gate is not None, D is not None), {"x": x, "gate": gate, "D": D}
+    given = {role: z for role in CONVOLUTIONS[name].roles if (z := known[role]) is not None}
+    roles = list(given)
+
+    def by_torch(h: Tensor, *operands: Tensor) -> Tensor:
+        mine = dict(zip(roles, operands, strict=True))
+        return otherwise(mine["x"], h, mine.get("gate"), mine.get("D"))
+
+    return by_transforms(list(given.values()), h, name, by_torch)
+
+
+def alone(x: Tensor, h: Tensor) -> Tensor:
+    """As dsf.kernels.invariant.in_time: x [B, T, H, p] and h [H, p, T] -> [B, T, H, P or 1]."""
+    p = max(x.shape[-1], h.shape[1])
+    return by_transforms([x.expand(-1, -1, -1, p)], h.mT.expand(-1, -1, p), program_of(False, False), _alone_by_torch)
+
+
+def _alone_by_torch(h: Tensor, x: Tensor) -> Tensor:
+    return in_time(x, h.mT)
+
+
+def by_transforms(operands: Sequence[Tensor], h: Tensor, name: str, otherwise: Callable[..., Tensor]) -> Tensor:
+    """What a registered program makes of its operands and of the filter h [H, L, P], [B, T, H, P] in their dtype.
+
+    otherwise(h, *operands): the same by torch, for second derivatives.
+    """
+    from dsf.kernels.triton.fourier.filters import filtered
+
+    programs = [name, program_of(False, False)]
+    if torch.is_grad_enabled() and any(z.requires_grad for z in (h, *operands)):
+        found: Tensor = _Filtered.apply(otherwise, programs, h, *operands)
+        return found
+    y, _ = filtered(list(operands), h, programs, False)
     return y
 
 
@@ -60,47 +90,34 @@ def _by_sums(x: Tensor, h: Tensor) -> Tensor:
     return y.view(x.shape)
 
 
-def _operands(x: Tensor, gate: Tensor | None, D: Tensor | None) -> list[Tensor]:
-    from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
-
-    known = {"x": x, "gate": gate, "D": D}
-    found = [known[role] for role in CONVOLUTIONS[_programs(gate, D)[0]].roles]
-    return [z for z in found if z is not None]
-
-
-def _programs(gate: Tensor | None, D: Tensor | None) -> list[str]:
-    return [program_of(gate is not None, D is not None), program_of(False, False)]
-
-
 class _Filtered(torch.autograd.Function):
     """The operator; its second derivative by torch's operators."""
 
     @staticmethod
-    def forward(ctx: Any, otherwise: Otherwise, x: Tensor, h: Tensor, gate: Tensor | None, D: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, otherwise: Callable[..., Tensor], programs: list[str], h: Tensor, *operands: Tensor
+    ) -> Tensor:
         from dsf.kernels.triton.fourier.filters import filtered
 
-        y, kept = filtered(_operands(x, gate, D), h, _programs(gate, D), True)
-        ctx.save_for_backward(x, h, gate, D, *kept)
-        ctx.otherwise = otherwise
+        y, kept = filtered(list(operands), h, programs, True)
+        ctx.save_for_backward(h, *operands, *kept)
+        ctx.otherwise, ctx.programs, ctx.count = otherwise, programs, len(operands)
         found: Tensor = y
         return found
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         from dsf.kernels.triton.fourier.filters import filtered_backward
-        from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 
-        (x, h, gate, D, *kept), (dy,) = ctx.saved_tensors, given
-        needs = dict(zip(("x", "h", "gate", "D"), ctx.needs_input_grad[1:], strict=True))
+        (h, *rest), (dy,) = ctx.saved_tensors, given
+        operands, kept = rest[: ctx.count], rest[ctx.count :]
+        needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            leaves = [None if z is None else z.view_as(z) for z in (x, h, gate, D)]  # one tensor may be several inputs
+            leaves = [z.view_as(z) for z in (h, *operands)]  # one tensor may be several inputs
             y = ctx.otherwise(*leaves)
-            wanted = [z for z, need in zip(leaves, needs.values(), strict=True) if need and z is not None]
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            return None, *(next(found) if need else None for need in needs.values())
-        programs = _programs(gate, D)
-        roles = [*CONVOLUTIONS[programs[0]].roles, "h"]
-        asked = [needs[role] for role in roles]
-        slopes = iter(filtered_backward(dy, _operands(x, gate, D), h, kept, programs, asked))
-        by_role = {role: next(slopes) for role, need in zip(roles, asked, strict=True) if need}
-        return None, *(by_role.get(role) for role in needs)
+            wanted = [z for z, need in zip(leaves, needs, strict=True) if need]
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True))
+        else:
+            made = filtered_backward(dy, operands, h, kept, ctx.programs, [*needs[1:], needs[0]])
+            found = iter([*made[-1:], *made[:-1]] if needs[0] else made)
+        return None, None, *(next(found) if need else None for need in needs)

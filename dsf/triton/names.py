@@ -13,7 +13,7 @@ from dsf.language.late import early, late
 from dsf.language.reads import apart
 from dsf.language.solve import weighted
 from dsf.language.spec import Spec
-from dsf.triton import across, chunk, convolve, features, long, scan, solve, step
+from dsf.triton import across, chunk, convolve, features, given, long, scan, solve, step
 
 
 def declared(name: str, content: str) -> Spec:
@@ -69,7 +69,7 @@ def _print(kind: str, name: str) -> None:
     spec = declared(title or name, rest)
     printers = {
         "program": chunk.names, "step": step.names, "prologue": scan.prologue_names, "hole": scan.names,
-        "convolution": convolve.names,
+        "convolution": lambda x: [*convolve.names(x), *given.names(x)],
     }  # fmt: skip
     if name not in printers[kind](spec):
         raise DsfError(

@@ -65,12 +65,33 @@ def emit_filter(gated: bool, skipped: bool) -> tuple[Source, Convolution]:
     if gated:
         kinds["gate"] = Kind(drive.axes, True)
         y = symbol("gate", drive.axes) * y
-    moving = _Writer(kinds, drive, y, False)
-    printed = moving.functions()
     about = ["What surrounds the FFTs of a convolution with a given filter.", "", "Printed by dsf."]
-    accesses = {name: accesses for name, (_, accesses) in printed.items()}
+    return _around("long_convolution", about, _Writer(kinds, drive, y, False))
+
+
+def emit_given(spec: Spec, still: Still) -> tuple[Source, Convolution]:
+    """Printed source and Convolution of a declaration whose impulse response is given. Raises Unprintable."""
+    moving = {x.moving for _, drives in still.steps for x in drives}
+    if len(moving) != 1:
+        raise Unprintable("several inputs drive the state")
+    (drive,) = moving
+    if drive.axes != {VALUE}:
+        raise Unprintable("the drive is not one number a channel")
+    about = [
+        as_comment(str(spec)), "", "Printed by dsf from the declaration above; read by dsf.kernels.triton.fourier with",
+        "a given impulse response. v1, v2, … are shared parts, dX is the gradient of X.",
+    ]  # fmt: skip
+    y: Expr = times(ROWS, still.gate) + still.of.system.D
+    writer = _Writer({i.name: i.kind for i in still.of.inputs}, drive, y, False)
+    return _around(f"{identifier(spec.name)}_filter", about, writer)
+
+
+def _around(name: str, about: Sequence[str], moving: _Writer) -> tuple[Source, Convolution]:
+    """Printed source and Convolution of what is around the FFTs alone."""
+    printed = moving.functions()
+    accesses = {function: found for function, (_, found) in printed.items()}
     known = Convolution(moving.inputs, (), False, False, 0, False, moving.gated, accesses)
-    return Source("long_convolution", file_of(about, [x for x, _ in printed.values()]), ()), known
+    return Source(name, file_of(about, [x for x, _ in printed.values()]), ()), known
 
 
 def _numbers(spec: Spec, still: Still) -> tuple[Expr, bool, Numbers]:

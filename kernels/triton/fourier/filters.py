@@ -1,4 +1,6 @@
-"""A convolution with a given filter as one custom operator, and its gradient as another (dsf.long_convolution).
+"""A convolution with a given filter as one custom operator, and its gradient as another.
+
+Of dsf.long_convolution, and of time-invariant systems whose impulse response torch computes (dsf.triton.given).
 
 As operator.py's, with the filter's taps in place of the impulse response of Params.
 """

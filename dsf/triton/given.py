@@ -1,0 +1,84 @@
+"""Time-invariant systems whose impulse response torch computes, between printed kernels around torch's FFTs.
+
+Their tokens take the operator of long convolutions (dsf.triton.long): one forward and one backward, with gradients of
+the impulse response too. Where one input drives the state, its drive, the gate and D are printed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from dsf.call.bind import Bound, named_axes
+from dsf.kernels.invariant import in_time
+from dsf.language.derived import derived
+from dsf.language.expr import const, symbol_of
+from dsf.language.invariant import Still, invariant
+from dsf.language.spec import Spec
+from dsf.torch.evaluate import Evaluator
+from dsf.triton import long
+from dsf.triton.source import Source, name_of
+
+
+@derived
+def program_of(spec: Spec) -> tuple[Source, str] | str:
+    """The printed file of a time-invariant spec and its name in the operators' registry, or why there is none."""
+    from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
+    from dsf.triton.print_convolution import emit_given
+    from dsf.triton.print_impulse import Unprintable
+
+    still = invariant(spec)
+    if not isinstance(still, Still):
+        return still
+    try:
+        source, known = emit_given(spec, still)
+    except Unprintable as error:
+        return str(error)
+    name = name_of(spec, source, known)
+    CONVOLUTIONS[name] = replace(known, functions=source.module())
+    return source, name
+
+
+def names(spec: Spec) -> list[str]:
+    """The name of a spec's program, if it has one, which this call prints and registers."""
+    found = program_of(spec)
+    return [] if isinstance(found, str) else [found[1]]
+
+
+def run(spec: Spec, still: Still, bound: Bound, timed: Mapping[str, Tensor], h: Tensor) -> Tensor | None:
+    """y [B, T, H, P] in the inputs' dtype of a call without an initial state; None where no program is printed.
+
+    h: [H, p, T], the impulse response, p in {1, P}. timed: the inputs with a token axis.
+    """
+    found = program_of(spec)
+    if isinstance(found, str) or bound.sizes.groups:
+        return None
+    from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
+
+    name, (keys, p, compute) = found[1], (bound.sizes.keys, bound.sizes.p, bound.compute)
+    roles = CONVOLUTIONS[name].roles
+    kinds = {i.name: i.kind for i in still.of.inputs}
+
+    def by_torch(h: Tensor, *operands: Tensor) -> Tensor:
+        env = {}
+        for role, x in zip(roles, operands, strict=True):
+            heads = x.shape[2] if kinds[role].time else x.shape[0]
+            env[symbol_of(role, None, kinds[role].axes)] = named_axes(kinds[role], x.to(compute), heads)
+        values = Evaluator(env, keys, p)
+        (drive,) = {x.moving for _, drives in still.steps for x in drives}
+        return read(still, values, in_time(values(drive).squeeze(-2), h.mT)).to(dtype)
+
+    operands = [timed.get(role, bound.tensors[role]) for role in roles]
+    dtype = next(x.dtype for role, x in zip(reversed(roles), reversed(operands), strict=True) if kinds[role].time)
+    return long.by_transforms(operands, h.mT.expand(-1, -1, p), name, by_torch)
+
+
+def read(still: Still, values: Evaluator, y: Tensor) -> Tensor:
+    """gate · y + D [B, T, H, P] of y [B, T, H, P] that is read from the state."""
+    if still.gate is not const(1):
+        y = y * values(still.gate).squeeze(-2)
+    if still.of.system.D is not const(0):
+        y = y + values(still.of.system.D).squeeze(-2)
+    return y
