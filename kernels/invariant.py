@@ -69,7 +69,10 @@ class Diagonal:
 
 
 class Dense:
-    """A as matrices [H, p, N, N] with p in {1, P}. squares: A, A², A⁴, …; a power needs about log2 of them."""
+    """A as matrices [H, p, N, N] with p in {1, P}. squares: A, A², A⁴, …; a power needs about log2 of them.
+
+    What they multiply has their dtype: a vector of more digits would not keep them, as the squares round.
+    """
 
     def __init__(self, matrix: Tensor) -> None:
         self.squares = [matrix]
@@ -88,7 +91,6 @@ class Dense:
 
     @staticmethod
     def _apply(matrix: Tensor, x: Tensor, adjoint: bool) -> Tensor:
-        matrix = matrix.to(x.dtype)
         matrix = matrix.mT if adjoint else matrix
         several = x.reshape(-1, *x.shape[-3:])  # columns of one product: torch would copy the matrices for each of them
         if matrix.shape[-3] == 1:

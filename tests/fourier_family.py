@@ -80,11 +80,12 @@ def spread_drive(u: Pair, a: Param[Key], C: Param[Key]):
 
 @dsf.recurrence
 def corrected(
-    x: Value, z: Value, g: Value, a: Param[Key], v: Param[Key, Value], B: Param[Key], C: Param[Key], D: Param[Value]
-):
-    """A correction, a drive of two inputs that is written twice, a gate, and the state before the update."""
+    x: Value, z: Value, g: Value, a: Param[Key], v: Param[Key, Value], w: Param[Pair], B: Param[Key], C: Param[Key],
+    D: Param[Value],
+):  # fmt: skip
+    """A correction and turns, a drive of two inputs that is written twice, a gate, and the state before the update."""
     drive = x * sigmoid(z)
-    A = diag(sigmoid(a)) + 0.2 * outer(l2norm(v), l2norm(B))
+    A = (diag(sigmoid(a)) + 0.2 * outer(l2norm(v), l2norm(B))) @ turn(w)
     return System(A=A, B=B * drive - 0.5 * a * drive, C=C * g, D=D * (x + z), read="before")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsf
 from dsf import (
@@ -270,3 +271,29 @@ def test_powers_of_matrices(channels, lead, adjoint):
             each = (a.mT if adjoint else a).expand(-1, expected.shape[-1], -1, -1)
             expected = torch.einsum("hpnm,...hmp->...hnp", each, expected)
         torch.testing.assert_close(Dense(a).power(x, 6, adjoint), expected, **CLOSE)
+
+
+class Operations(TorchDispatchMode):
+    """Collects torch's operations, and the dtypes of what matrix products multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.multiplied = set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.names.add(name)
+        if name == "bmm":
+            self.multiplied |= {x.dtype for x in args}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("r", [mixers.s4, rank_one, blocks], ids=lambda r: r.name)
+def test_what_matrices_multiply_has_their_digits_and_turns_are_no_gathers(r):
+    """Powers are rounded to float32, and more digits beside them would be converted and lost in every product."""
+    inputs = {n: x.requires_grad_() for n, x in sample(r, T=70, dtype=torch.float32).items()}
+    with Operations() as seen:
+        y, last = r(**inputs, form="convolution", return_state=True)
+        torch.autograd.grad(y.sum() + last.sum(), list(inputs.values()))
+    assert seen.multiplied == {torch.float32}
+    assert not any(name.startswith(("index", "_index", "_unsafe_index")) for name in seen.names)

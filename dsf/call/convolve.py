@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, environment, named_axes
 from dsf.kernels.invariant import Dense, Diagonal, Invariant, Step, convolution, final_state, in_time
-from dsf.kernels.turns import turned_decay
+from dsf.kernels.turns import turn_pairs, turned_decay
 from dsf.language.expr import KEY, Expr, const, symbol_of
 from dsf.language.invariant import Still, invariant
 from dsf.language.operator import Normal
@@ -41,8 +41,9 @@ def convolve(
     for moving, place, write in params.writes():
         known = written.get((moving, place))
         written[moving, place] = write if known is None else known + write
-    read = params(still.read).expand(-1, sizes.n, -1)
-    system = Invariant(params.step, read, tuple(written.values()), still.of.system.read == "before")
+    system = Invariant(
+        params.step, params.vector(still.read), tuple(written.values()), still.of.system.read == "before"
+    )
     lengths = None if valid is None else valid.sum(1)
     on_gpu = kernels.on_kernels(first) and bound.compute == torch.float32
     y = None
@@ -88,20 +89,24 @@ class _Params:
         """The value of x: [H, 1 or N, 1 or P]."""
         return self.values(x)[0, 0].expand(self.sizes.heads, -1, -1)
 
+    def vector(self, x: Expr) -> Tensor:
+        """The value of x along the Key axis, [H, N, 1 or P], in the dtype of what A multiplies."""
+        found = self(x).expand(-1, self.sizes.n, -1)
+        return found if self.still.diagonal else found.to(self.dtype)
+
     def writes(self) -> Iterator[tuple[Expr, int | None, Tensor]]:
         """(what moves, which entry of it, how that is written [H, N, p]) of every injection; one at least."""
-        keys = self.sizes.n
         for place, (_, written) in enumerate(self.still.steps):
             for drive in written:
-                fixed = self(drive.fixed).expand(-1, keys, -1)
+                fixed = self.vector(drive.fixed)
                 if KEY not in drive.moving.axes:
                     yield drive.moving, None, self.after(place, fixed)
                     continue
-                each = torch.eye(keys, dtype=fixed.dtype, device=fixed.device)[:, None, :, None] * fixed
+                each = torch.eye(self.sizes.n, dtype=fixed.dtype, device=fixed.device)[:, None, :, None] * fixed
                 for entry, one in enumerate(each):  # one input for every entry of the state
                     yield drive.moving, entry, self.after(place, one)
         if not any(written for _, written in self.still.steps):  # B = 0
-            yield const(0), None, self(const(0)).expand(-1, keys, -1)
+            yield const(0), None, self.vector(const(0))
 
     def after(self, place: int, write: Tensor) -> Tensor:
         """The write of micro-step `place`, multiplied by the transitions of the later micro-steps of its token."""
@@ -122,26 +127,23 @@ class _Params:
         return Diagonal(self(n.decay if log is None else log), log is not None, angle)
 
     def _dense(self, n: Normal) -> Dense:
-        keys, p = self.sizes.n, 1
-        decay = self(n.decay)
-        vectors = [[self(c.scale), self(c.left).expand(-1, keys, -1), self(c.right).expand(-1, keys, -1)]
-                   for c in n.corrections]  # fmt: skip
-        p = max([decay.shape[-1], *(x.shape[-1] for each in vectors for x in each)])
-        dense = torch.diag_embed(decay.expand(-1, keys, p).mT)  # [H, p, N, N]
-        for scale, left, right in vectors:
-            left, right = ((scale * left).expand(-1, -1, p).mT, right.expand(-1, -1, p).mT)
-            dense = dense + left.unsqueeze(-1) * right.unsqueeze(-2)
+        keys, decay, cross, turn = self.sizes.n, self(n.decay), None, None
         if n.angle is not const(0):
-            dense = dense @ self._turn(self(n.angle), keys)
+            angle = self(n.angle)
+            decay, cross = turned_decay(decay, angle, keys)
+            turn = angle[:, ::2] if KEY in n.angle.axes else angle
+        vectors = list[tuple[Tensor, Tensor]]()
+        for c in n.corrections:
+            right = self(c.right).expand(-1, keys, -1)  # (l rᵀ) R = l (Rᵀ r)ᵀ
+            vectors.append((self(c.scale) * self(c.left), right if turn is None else turn_pairs(right, -turn)))
+        p = max([decay.shape[-1], *(x.shape[-1] for pair in vectors for x in pair)])
+        dense = torch.diag_embed(decay.expand(-1, keys, p).mT)  # [H, p, N, N]
+        if cross is not None:
+            dense = dense + torch.diag_embed(cross.expand(-1, -1, p).mT).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        for left, right in vectors:
+            left, right = (x.expand(-1, keys, p).mT for x in (left, right))
+            dense = dense + left.unsqueeze(-1) * right.unsqueeze(-2)
         return Dense(dense.to(self.dtype))
-
-    @staticmethod
-    def _turn(angle: Tensor, keys: int) -> Tensor:
-        """The matrix of a turn, [H, 1, N, N]."""
-        same, cross = turned_decay(torch.ones_like(angle[..., :1, :]), angle, keys)
-        swap = torch.arange(keys, device=angle.device) ^ 1
-        turn = torch.diag_embed(same.squeeze(-1)) + torch.diag_embed(cross.squeeze(-1))[..., swap]
-        return turn.unsqueeze(-3)
 
 
 def _then(first: Step, later: Step) -> Step:
