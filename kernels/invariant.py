@@ -20,6 +20,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.convolution import TRITON
+from dsf.kernels.powers import Dense
 from dsf.kernels.turns import turn_pairs
 
 LOWEST = -1e4  # lower bound of logarithms: e^LOWEST is 0 in every dtype, and 0 · LOWEST is not NaN
@@ -30,6 +31,9 @@ class Step(Protocol):
 
     def power(self, x: Tensor, count: int, adjoint: bool = False) -> Tensor:
         """A^count x, or (Aᵀ)^count x. x: [..., H, N, p]."""
+
+    def table(self, x: Tensor, count: int, stride: int, adjoint: bool) -> Tensor:
+        """x, A^stride x, A^{2 stride} x, … for x [H, N, p]: [count, H, N, P or p]."""
 
 
 @dataclass(frozen=True)
@@ -68,40 +72,6 @@ class Diagonal:
         return decay.to(x.dtype) * x
 
 
-class Dense:
-    """A as matrices [H, p, N, N] with p in {1, P}. squares: A, A², A⁴, …; a power needs about log2 of them.
-
-    What they multiply has their dtype: a vector of more digits would not keep them, as the squares round.
-    """
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.squares = [matrix]
-
-    def power(self, x: Tensor, count: int, adjoint: bool = False) -> Tensor:
-        """As Step has it."""
-        for place in range(count.bit_length()):
-            if count >> place & 1:
-                x = self._apply(self._square(place), x, adjoint)
-        return x
-
-    def _square(self, place: int) -> Tensor:
-        while len(self.squares) <= place:
-            self.squares.append(self.squares[-1] @ self.squares[-1])
-        return self.squares[place]
-
-    @staticmethod
-    def _apply(matrix: Tensor, x: Tensor, adjoint: bool) -> Tensor:
-        matrix = matrix.mT if adjoint else matrix
-        several = x.reshape(-1, *x.shape[-3:])  # columns of one product: torch would copy the matrices for each of them
-        if matrix.shape[-3] == 1:
-            columns = rearrange(several, "s h n p -> h n (s p)")
-            found = rearrange(matrix.squeeze(-3) @ columns, "h n (s p) -> s h n p", p=x.shape[-1])
-        else:
-            columns = rearrange(several.expand(*several.shape[:-1], matrix.shape[-3]), "s h n p -> h p n s")
-            found = rearrange(matrix @ columns, "h p n s -> s h n p")
-        return found.reshape(*x.shape[:-3], *found.shape[1:])
-
-
 @dataclass(frozen=True)
 class Invariant:
     """A time-invariant recurrence as tensors, float32 or float64.
@@ -116,7 +86,7 @@ class Invariant:
 
     def columns(self, x: Tensor, count: int, stride: int = 1, adjoint: bool = False) -> Tensor:
         """x, A^stride x, A^{2 stride} x, …: [count, ..., H, N, p], by doubling where A is no diagonal."""
-        if isinstance(self.step, Diagonal) and x.dim() == 3:
+        if isinstance(self.step, Dense) or x.dim() == 3:
             return self.step.table(x, count, stride, adjoint)
         found = x.unsqueeze(0)
         while found.shape[0] < count:

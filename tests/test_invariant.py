@@ -27,7 +27,8 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
-from dsf.kernels.invariant import Dense, fast_length
+from dsf.kernels.invariant import fast_length
+from dsf.kernels.powers import Dense
 from dsf.language.invariant import is_invariant
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -271,6 +272,42 @@ def test_powers_of_matrices(channels, lead, adjoint):
             each = (a.mT if adjoint else a).expand(-1, expected.shape[-1], -1, -1)
             expected = torch.einsum("hpnm,...hmp->...hnp", each, expected)
         torch.testing.assert_close(Dense(a).power(x, 6, adjoint), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("channels, width", [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("count, stride", [(1, 1), (2, 4), (5, 1), (8, 2)])
+def test_tables_of_powers_with_first_and_second_derivatives(channels, width, lead, adjoint, count, stride):
+    torch.manual_seed(0)
+    a = (torch.randn(2, channels, 4, 4, dtype=torch.float64) / 3).requires_grad_()
+    x = torch.randn(*lead, 2, 4, width, dtype=torch.float64).requires_grad_()
+
+    def by_steps(a, x):
+        found = [x.expand(*lead, 2, 4, max(channels, width))]
+        for _ in range(count):
+            later = found[-1]
+            for _ in range(stride):
+                each = (a.mT if adjoint else a).expand(-1, later.shape[-1], -1, -1)
+                later = torch.einsum("hpnm,...hmp->...hnp", each, later)
+            found.append(later)
+        return torch.stack(found)
+
+    def by_table(a, x):
+        system = Dense(a)
+        return torch.cat([system.table(x, count, stride, adjoint), system.power(x, count * stride, adjoint)[None]])
+
+    results = []
+    for table in (by_steps, by_table):
+        y = table(a, x)
+        first = torch.autograd.grad((y * y.detach().cos()).sum(), [a, x], create_graph=True, materialize_grads=True)
+        loss = sum(z.square().sum() for z in first)
+        results.append([y, *first, *torch.autograd.grad(loss, [a, x], allow_unused=True, materialize_grads=True)])
+        results[-1].append(torch.func.grad(lambda a, table=table: table(a, x.detach()).square().sum())(a.detach()))
+        frozen = table(a.detach(), x)
+        results[-1] += [frozen, *torch.autograd.grad(frozen.sum(), [x])]
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, **CLOSE)
 
 
 class Operations(TorchDispatchMode):

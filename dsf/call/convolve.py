@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, environment, named_axes
-from dsf.kernels.invariant import Dense, Diagonal, Invariant, Step, convolution, final_state, in_time
+from dsf.kernels.invariant import Diagonal, Invariant, Step, convolution, final_state, in_time
+from dsf.kernels.powers import Dense
 from dsf.kernels.turns import turn_pairs, turned_decay
 from dsf.language.expr import KEY, Expr, const, symbol_of
 from dsf.language.invariant import Still, invariant
@@ -149,7 +150,7 @@ class _Params:
 def _then(first: Step, later: Step) -> Step:
     """The transition `first`, then `later`."""
     if isinstance(first, Dense) and isinstance(later, Dense):
-        return Dense(later.squares[0] @ first.squares[0])
+        return Dense(later.matrix @ first.matrix)
     assert isinstance(first, Diagonal) and isinstance(later, Diagonal)
     angles = [x.angle for x in (first, later) if x.angle is not None]
     angle = sum(angles[1:], angles[0]) if angles else None
