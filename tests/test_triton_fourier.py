@@ -279,6 +279,19 @@ def test_one_tensor_as_several_inputs_beside_a_given_filter(on_kernels):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
+@pytest.mark.parametrize("r", [mixers.s4d, mixers.s4], ids=lambda r: r.name)
+def test_a_million_tokens_fit_the_grids(r):
+    """Whose second and third axes end at 65,535 in CUDA."""
+    sizes = {"B": 1, "T": 3_000_000, "H": 2, "N": 8, "N/2": 4, "P": 1}
+    shapes = {i.name: [sizes[a] for a in i.kind.layout()] for i in r.spec.inputs}
+    leaves = [torch.empty(shape, device="meta").requires_grad_() for shape in shapes.values()]
+    forget()
+    with noted() as schedules, elsewhere():
+        torch.autograd.grad(r(*leaves, form="convolution").sum(), leaves)
+    grids = [launch.grid for schedule in schedules for launch in schedule.launches]
+    assert grids and all(size <= 65_535 for grid in grids for size in grid[1:])
+
+
 def test_a_call_with_a_given_filter_makes_few_launches():
     """Rows of the tokens and of the filter, the product of their spectra, y; and the same backwards."""
     sizes = {"B": 2, "T": 300, "H": 4, "N": 8, "N/2": 4, "P": 1}

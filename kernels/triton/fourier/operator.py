@@ -112,9 +112,10 @@ class Call:
         width = self.n if keyed else self.p
         out = self.like.new_empty(self.batch * self.heads * width, self.points, dtype=torch.float32)
         parts = -(-self.heads * width // COLUMNS)
+        across = self.batch * parts
         launch(
-            into_rows, (self.batch * parts, -(-self.points // TOKENS)), self.arguments(name), out, self.tokens,
-            self.points, parts, body=getattr(self.known.functions, name), H=self.heads, W=width, K=TOKENS, C=COLUMNS,
+            into_rows, (across * -(-self.points // TOKENS),), self.arguments(name), out, self.tokens, self.points,
+            parts, across, body=getattr(self.known.functions, name), H=self.heads, W=width, K=TOKENS, C=COLUMNS,
             KEYED=keyed, num_warps=WARPS,
         )  # fmt: skip
         return out
@@ -123,9 +124,10 @@ class Call:
         """Run a printed function over all tokens and columns."""
         width, f = self.n if keyed else self.p, self.known.functions
         parts, segments, sums = -(-self.heads * width // COLUMNS), self.segments(name), self.sums(name)
+        across = self.batch * parts
         launch(
-            over_rows, (self.batch * parts, segments), self.arguments(name), self.tokens,
-            TOKENS * SPAN if sums else TOKENS, segments, parts, body=getattr(f, name),
+            over_rows, (across * segments,), self.arguments(name), self.tokens, TOKENS * SPAN if sums else TOKENS,
+            segments, parts, across, body=getattr(f, name),
             zeros=getattr(f, f"{name}_zeros") if sums else no_sums,
             finish=getattr(f, f"{name}_finish") if sums else no_finish, H=self.heads, W=width, K=TOKENS, C=COLUMNS,
             KEYED=keyed, num_warps=WARPS,

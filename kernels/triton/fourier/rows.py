@@ -33,14 +33,25 @@ def place_of(
         return batch, head, t0, t, none, entry, t0 + t < T, inside, inside, 0, 0, T, H, W, 1
 
 
-@triton.jit(do_not_specialize=["T", "points", "parts"])
+@triton.jit
+def _place(across, parts, C: tl.constexpr):
+    """(batch, first column, tile or segment of time) of a program; `across` programs of one tile follow each other.
+
+    All stand on the grid's first axis: the others end at 65,535, which a million tokens have more tiles than.
+    """
+    program = tl.program_id(0)
+    beside = program % across
+    return (beside // parts).to(tl.int64), beside % parts * C, program // across
+
+
+@triton.jit(do_not_specialize=["T", "points", "parts", "across"])
 def into_rows(
-    args, out, T, points, parts,
+    args, out, T, points, parts, across,
     body: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KEYED: tl.constexpr,
 ):  # fmt: skip
-    """out [B, H, W, points]: what `body` returns for every token, then zeros. Grid (B · parts of columns, tiles)."""
-    batch, first = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * C
-    t0 = tl.program_id(1).to(tl.int64) * K
+    """out [B, H, W, points]: what `body` returns for every token, then zeros. Grid (tiles · B · parts)."""
+    batch, first, tile = _place(across, parts, C)
+    t0 = tile.to(tl.int64) * K
     at = place_of(batch, t0, first, T, H, W, K, C, KEYED)
     inside = at[6] & at[7]
     value = tl.where(inside, body(args, at), 0.0)
@@ -49,15 +60,14 @@ def into_rows(
     tl.store(out + row + t, value, mask=(t < points) & (column < H * W))
 
 
-@triton.jit(do_not_specialize=["T", "span", "segments", "parts"])
+@triton.jit(do_not_specialize=["T", "span", "segments", "parts", "across"])
 def over_rows(
-    args, T, span, segments, parts,
+    args, T, span, segments, parts, across,
     body: tl.constexpr, zeros: tl.constexpr, finish: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KEYED: tl.constexpr,
 ):  # fmt: skip
-    """Runs `body` over all tokens, with sums over `span` tokens. Grid (B · parts of columns, segments)."""
-    batch, first = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * C
-    segment = tl.program_id(1)
+    """Runs `body` over all tokens, with sums over `span` tokens. Grid (segments · B · parts)."""
+    batch, first, segment = _place(across, parts, C)
     begin = segment.to(tl.int64) * span
     sums = zeros(1, C)
     for t0 in range(begin, tl.minimum(begin + span, T), K):
