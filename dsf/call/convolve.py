@@ -88,7 +88,8 @@ class _Params:
 
     def __call__(self, x: Expr) -> Tensor:
         """The value of x: [H, 1 or N, 1 or P]."""
-        return self.values(x)[0, 0].expand(self.sizes.heads, -1, -1)
+        flat = self.values(x).flatten(0, 2)  # the gradient of [0, 0] would be zeros that are filled, twice
+        return flat.expand(self.sizes.heads, -1, -1)
 
     def vector(self, x: Expr) -> Tensor:
         """The value of x along the Key axis, [H, N, 1 or P], in the dtype of what A multiplies."""
@@ -138,13 +139,21 @@ class _Params:
             right = self(c.right).expand(-1, keys, -1)  # (l rᵀ) R = l (Rᵀ r)ᵀ
             vectors.append((self(c.scale) * self(c.left), right if turn is None else turn_pairs(right, -turn)))
         p = max([decay.shape[-1], *(x.shape[-1] for pair in vectors for x in pair)])
-        dense = torch.diag_embed(decay.expand(-1, keys, p).mT)  # [H, p, N, N]
-        if cross is not None:
-            dense = dense + torch.diag_embed(cross.expand(-1, -1, p).mT).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        dense = _diagonal(decay.expand(-1, keys, p).mT, None if cross is None else cross.expand(-1, -1, p).mT)
         for left, right in vectors:
-            left, right = (x.expand(-1, keys, p).mT for x in (left, right))
-            dense = dense + left.unsqueeze(-1) * right.unsqueeze(-2)
+            left, right = (x.expand(-1, keys, p).mT.flatten(0, 1) for x in (left, right))
+            dense = torch.baddbmm(dense.flatten(0, 1), left.unsqueeze(-1), right.unsqueeze(-2)).view_as(dense)
         return Dense(dense.to(self.dtype))
+
+
+def _diagonal(decay: Tensor, cross: Tensor | None) -> Tensor:
+    """The matrices [..., N, N] of decays [..., N], beside which each entry of a pair takes `cross` of the other one."""
+    if cross is None:
+        return torch.diag_embed(decay)
+    own, other = (torch.diag_embed(x.unflatten(-1, (-1, 2))) for x in (decay, cross))
+    blocks = own + other.flip(-1)  # [..., N / 2, 2, 2]
+    found = torch.diag_embed(blocks.movedim(-3, -1))  # [..., 2, 2, N / 2, N / 2]
+    return found.movedim((-4, -3), (-3, -1)).flatten(-2).flatten(-3, -2)
 
 
 def _then(first: Step, later: Step) -> Step:
