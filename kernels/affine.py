@@ -190,11 +190,14 @@ class Frame:
         return written, row[..., self.state_numbers :].unflatten(-1, self.move_shape)
 
 
+def in_tf32(x: Tensor) -> bool:
+    """Whether torch may multiply such matrices in tf32, which has 10 bits."""
+    return x.is_cuda and x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+
+
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of float32 maps, which are folded without losing digits also where torch may multiply in tf32."""
-    if a.is_cuda and a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return (a.double() @ b.double()).float()
-    return a @ b
+    return (a.double() @ b.double()).float() if in_tf32(a) else a @ b
 
 
 Moves = Sequence[Tensor | None]

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.affine import in_tf32
+
 
 class Dense:
     """A as matrices [H, p, N, N] with p in {1, P}.
 
-    What they multiply has their dtype: a vector of more digits would not keep them, as the squares round.
+    What they multiply has their dtype: a vector of more digits would not keep them, as the squares round. Where torch
+    may round float32 to tf32, powers are float64: of A¹⁰²⁴ an error of A is a thousand times as large.
     """
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
-        self.squares = [matrix.flatten(0, 1)]  # A, A², A⁴, … as [H p, N, N]; a power needs about log2 of them
+        wide = torch.float64 if in_tf32(matrix) else matrix.dtype
+        self.squares = [matrix.flatten(0, 1).to(wide)]  # A, A², A⁴, … as [H p, N, N]; a power needs about log2 of them
 
     def power(self, x: Tensor, count: int, adjoint: bool = False) -> Tensor:
         """A^count x, or (Aᵀ)^count x. x: [..., H, N, 1 or p]."""
@@ -48,7 +52,7 @@ class Dense:
     def _columns(self, x: Tensor) -> Tensor:
         """Vectors [..., H, N, 1 or p] as columns of one product a matrix: torch would copy the matrices for each."""
         p = self.matrix.shape[1]
-        several = x.reshape(-1, *x.shape[-3:])
+        several = x.reshape(-1, *x.shape[-3:]).to(self.squares[0].dtype)
         if p == 1:
             return several.permute(1, 2, 0, 3).flatten(2)
         return several.expand(-1, -1, -1, p).permute(1, 3, 2, 0).flatten(0, 1)
@@ -60,7 +64,7 @@ class Dense:
             found = columns.unflatten(2, (count, -1, like.shape[-1])).permute(2, 3, 0, 1, 4)
         else:
             found = columns.unflatten(2, (count, -1)).unflatten(0, (heads, p)).permute(3, 4, 0, 2, 1)
-        return found.reshape(count, *like.shape[:-3], *found.shape[2:])
+        return found.reshape(count, *like.shape[:-3], *found.shape[2:]).to(like.dtype)
 
 
 def _squared(matrix: Tensor, count: int) -> tuple[Tensor, ...]:

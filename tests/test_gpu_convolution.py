@@ -42,6 +42,19 @@ def test_impulse_responses_by_torch_give_outputs_and_gradients_of_the_steps(r, t
         compare(r, inputs, results(r, inputs, "convolution"), expected, 1e-5)
 
 
+def test_powers_of_matrices_keep_their_digits_where_torch_multiplies_in_tf32():
+    inputs = on_gpu(drawn(mixers.s4, T=2048, H=8, N=64, P=1))
+    exact = mixers.s4(**wide(inputs), form="convolution")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        y = mixers.s4(**inputs, form="convolution")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for head, truth in zip(y.double().unbind(2), exact.unbind(2), strict=True):
+        assert (head - truth).norm() <= 2e-3 * truth.norm()
+
+
 @pytest.mark.parametrize("tokens", [2048, 16_384, 20_001])
 def test_a_bank_of_many_channels(tokens):
     for r, sizes in ((mixers.s4d, {"H": 300, "N": 64}), (mixers.s4d_real, {"H": 1, "N": 32, "P": 300})):

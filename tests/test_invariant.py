@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dsf
 from dsf import (
     FormError,
+    I,
     Key,
     Pair,
     Param,
@@ -178,6 +179,13 @@ def test_second_derivatives_and_torch_func_go_through():
 
 
 @dsf.recurrence
+def two_blocks(x: Value, a: Param[Key], w: Param[Key], B: Param[Key], C: Param[Key]):
+    """Two factors of A."""
+    A = (I - outer(l2norm(w), l2norm(w)) * 0.01) @ (diag(sigmoid(-a)) - 0.01 * outer(l2norm(w), l2norm(C)))
+    return System(A=A, B=B * x, C=C)
+
+
+@dsf.recurrence
 def moving_decay(x: Value, a: Scalar, b: Param[Key], c: Param[Key]):
     return System(A=sigmoid(a), B=b * x, C=c)
 
@@ -308,6 +316,41 @@ def test_tables_of_powers_with_first_and_second_derivatives(channels, width, lea
         results[-1] += [frozen, *torch.autograd.grad(frozen.sum(), [x])]
     for got, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("r", [mixers.s4, two_blocks], ids=lambda r: r.name)
+def test_powers_of_matrices_are_no_products_of_tf32(r, monkeypatch):
+    """A power of 1024 has a thousand times the error of its matrix, one product beside it its own: 2^-11."""
+    inputs = {n: x.requires_grad_() for n, x in sample(r, T=2000, N=8, dtype=torch.float32).items()}
+    inputs |= {n: (x.detach() - 4).requires_grad_() for n, x in inputs.items() if n in ("dt", "a")}
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        if dtype == torch.float32:
+            monkeypatch.setattr("dsf.kernels.affine.in_tf32", lambda x: x.dtype == torch.float32)
+            monkeypatch.setattr("dsf.kernels.powers.in_tf32", lambda x: x.dtype == torch.float32)
+            for name in ("bmm", "baddbmm", "matmul"):
+                monkeypatch.setattr(torch, name, rounding(getattr(torch, name)))
+            monkeypatch.setattr(torch.Tensor, "__matmul__", torch.matmul)
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
+        y = r(*leaves, form="convolution")
+        weights = torch.linspace(-1, 1, y.numel()).to(y).view_as(y)
+        found.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
+    for exact, got in zip(*found, strict=True):
+        assert got.dtype == torch.float32 and (got - exact).norm() <= 2e-3 * exact.norm(), (
+            got - exact
+        ).norm() / exact.norm()
+
+
+def rounding(product):
+    """A product of matrices that takes 10 bits of float32 numbers, as GPUs do in tf32."""
+
+    def short(x):
+        if x.dtype == torch.float64:
+            return x
+        bits = (x.detach().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+        return x + (bits.view(torch.float32) - x.detach())
+
+    return lambda *args: product(*map(short, args))
 
 
 class Operations(TorchDispatchMode):

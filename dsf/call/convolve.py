@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, environment, named_axes
+from dsf.kernels.affine import exact_product
 from dsf.kernels.invariant import Diagonal, Invariant, Step, convolution, final_state, in_time
 from dsf.kernels.powers import Dense
 from dsf.kernels.turns import turn_pairs, turned_decay
@@ -159,7 +160,7 @@ def _diagonal(decay: Tensor, cross: Tensor | None) -> Tensor:
 def _then(first: Step, later: Step) -> Step:
     """The transition `first`, then `later`."""
     if isinstance(first, Dense) and isinstance(later, Dense):
-        return Dense(later.matrix @ first.matrix)
+        return Dense(exact_product(later.matrix, first.matrix))
     assert isinstance(first, Diagonal) and isinstance(later, Diagonal)
     angles = [x.angle for x in (first, later) if x.angle is not None]
     angle = sum(angles[1:], angles[0]) if angles else None
