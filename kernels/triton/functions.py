@@ -11,6 +11,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TURN = tl.constexpr(6.283185307179586)
 PER_TURN = tl.constexpr(0.15915494309189535)
+PER_TURN_HIGH = tl.constexpr(0.15915493667125702)  # PER_TURN in float32, and what is left of it
+PER_TURN_LOW = tl.constexpr(6.4206382432985265e-09)
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 · 2^23: a float32 sum with it is a whole number, in its last binary digits
 # Of four x: h = (1 + 2^-|x|) / 2, r = 1 / (h h h h), then 1 / h - 1 of each, with its sign.
 FOUR_TANH = tl.constexpr("""{
     .reg .f32 a, b, c, d, p, q, r;
@@ -284,22 +287,45 @@ def circle(part):
     """cos and sin of 2π part, float32, for a float64 part. Of the nearest quarter turn's rest, by their series."""
     quarter = tl.floor(4.0 * part + 0.5)
     a = ((part - 0.25 * quarter) * TURN).to(tl.float32)  # at most π/4 and a rounding error
+    return _from_quarter(a, (quarter - 4.0 * tl.floor(0.25 * quarter)).to(tl.int32))
+
+
+@triton.jit
+def _from_quarter(a, place):
+    """cos and sin of a + place π/2, for |a| up to π/4 and place 0 to 3."""
     z = a * a
     sine = a + a * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880))))
     cosine = 1.0 + z * (-0.5 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 - z * (1.0 / 3628800)))))
-    place = (quarter - 4.0 * tl.floor(0.25 * quarter)).to(tl.int32)
     odd, back = (place & 1) == 1, place >= 2
     first, second = tl.where(odd, -sine, cosine), tl.where(odd, cosine, sine)
     return tl.where(back, -first, first), tl.where(back, -second, second)
 
 
 @triton.jit
+def cos_sin(x):
+    """cos and sin of a float32 angle, with the digits that its part of a turn has in float64.
+
+    Products with 1 / 2π in two parts are exact, as they are added before they are rounded; NumPy rounds both.
+    """
+    if INTERPRETED:
+        found = circle(x.to(tl.float64) * PER_TURN)
+    else:
+        turns = tl.floor(x * PER_TURN + 0.5)
+        part = tl.fma(x, PER_TURN_LOW, tl.fma(x, PER_TURN_HIGH, -turns))
+        part -= (part + ROUNDING) - ROUNDING  # turns that the product of a large angle had rounded away
+        quarter = 4.0 * part + ROUNDING
+        a = (part - 0.25 * (quarter - ROUNDING)) * TURN
+        found = _from_quarter(a, quarter.to(tl.int32, bitcast=True) & 3)
+    return found
+
+
+@triton.jit
 def cos(x):
-    """cos x, from the part of a turn that x is in float64, so that large angles lose no digits."""
-    return circle(x.to(tl.float64) * PER_TURN)[0]
+    """cos x."""
+    return cos_sin(x)[0]
 
 
 @triton.jit
 def sin(x):
-    """sin x, as cos."""
-    return circle(x.to(tl.float64) * PER_TURN)[1]
+    """sin x."""
+    return cos_sin(x)[1]
