@@ -62,6 +62,8 @@ SUBJECTS = {
     "scan-read-before": declared("exp(-softplus(sk) * sigmoid(sv))", "k * v", d="dot(q, pk * k) * v", read="before"),
     "scan-normalised": declared("exp(-softplus(pk) * sigmoid(sv))", "sigmoid(k) * v", "sigmoid(q)", rule="dsf.ratio"),
     "prologue": declared("exp(-softplus(dot(q, l2norm(k)) + pk) * sigmoid(sv))", "softplus(s) * l2norm(k) * v"),
+    "scan-turned": declared("diag(sigmoid(sk)) @ turn(th)", "k * v", d="pv * v"),
+    "scan-corrections": declared("diag(sigmoid(sk)) - sigmoid(sv) * outer(l2norm(k), l2norm(k))", "k * v"),
     "scan-micro-steps": Declaration(
         "own", (("sigmoid(gv[0] + gk[0])", "ks[0] * vs[0]"), ("sigmoid(gv[1])", "ks[1] * vs[1]")), "q"
     ).build,

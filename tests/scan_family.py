@@ -3,20 +3,24 @@
 import dsf
 from dsf import (
     Key,
+    Pair,
     Param,
     Scalar,
     Steps,
     System,
     Value,
     compose,
+    diag,
     dot,
     exp,
     l2norm,
     maximum,
+    outer,
     sigmoid,
     silu,
     softplus,
     tanh,
+    turn,
     where,
 )
 
@@ -109,3 +113,26 @@ def gated(x: Value, dt: Value, z: Value, b: Key, c: Key, A_log: Param[Key, Value
 
 
 UNSEEN = [leaky_peak, aligned, swinging, channels, twice, before, crowded]
+
+
+@dsf.recurrence
+def turning_unequally(q: Key, k: Key, v: Value, g: Key, th: Pair) -> System:
+    """In no library: pairs that turn while their two entries decay by themselves, which no gauge removes."""
+    return System(A=diag(sigmoid(g)) @ turn(th), B=k * v, C=q)
+
+
+@dsf.recurrence
+def leaning_channels(q: Key, k: Key, l: Key, v: Value, r: Value, g: Value, w: Param[Value]) -> System:
+    """In no library: two corrections of which one differs by channel, beside a decay by channel; read before."""
+    a = diag(sigmoid(g)) - sigmoid(r + w) * outer(l2norm(k), l2norm(l)) - 0.1 * outer(sigmoid(l), l2norm(q))
+    return System(A=a, B=k * v, C=q, D=v * dot(q, k), read="before")
+
+
+@dsf.recurrence
+def erasing_while_turning(q: Key, k: Key, v: Value, r: Value, g: Key, th: Scalar, w: Param[Pair]) -> System:
+    """In no library: turned pairs, entries that decay by themselves, and channels that each erase in their own way."""
+    unit = l2norm(k)
+    return System(A=(diag(sigmoid(g)) - sigmoid(r) * outer(unit, unit)) @ turn(th * w), B=unit * v, C=q)
+
+
+MIXING = [turning_unequally, leaning_channels, erasing_while_turning]

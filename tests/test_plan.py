@@ -94,7 +94,7 @@ ON_KERNELS = [  # docs/forms.md, "Where it runs": what a call of 256 tokens on a
     (declared(DELTA + " @ diag(exp(ak))", "sigmoid(b) * k * v", "q + sigmoid(av) * l"), "WY transform"),
     (declared(DELTA + " @ turn(t)", "prev(k * v)"), "generalised WY transform"),
     (declared("diag(sigmoid(ak)) + outer(k, l)"), "generalised WY transform"),
-    (declared("diag(tanh(ak))"), "made of exp and sigmoid, whose logarithm is derived"),
+    (declared("diag(tanh(ak))"), "fused scan.*no logarithm of the decays is derived"),
     (declared("sigmoid(a)", "exp(b) * k * v", normalize="ratio"), "chunk walk"),
     (declared("sigmoid(a)", "exp(k) * v", normalize="ratio"), "exponential gains of one number a head"),
     (declared("I - 0.5 * outer(v, v)"), "WY transform and chunk walk .* of the transposed state"),
@@ -102,15 +102,17 @@ ON_KERNELS = [  # docs/forms.md, "Where it runs": what a call of 256 tokens on a
     (declared("sigmoid(av)"), "fused scan.*value decay: .* one fused scan walks them all"),
     (declared("sigmoid(ak + av)"), "fused scan"),
     (declared("sigmoid(av)", "v", "1"), "fused scan"),
-    (declared("sigmoid(av) * " + DELTA), "WY chunks of every channel.*not on triton: .* value-diagonal decay"),
-    (declared("I - sigmoid(av) * outer(k, k)"), "not on triton: the matrix kernels erase alike in all channels"),
+    (declared("sigmoid(av) * " + DELTA), "fused scan.*tokens mix the entries of a channel"),
+    (declared("I - sigmoid(av) * outer(k, k)"), "fused scan.*tokens mix the entries of a channel"),
+    (declared("(I - sigmoid(av) * outer(k, k)) @ (I - outer(l, l))"), "not on triton: .* erase alike in all channels"),
     (declared("I - 0.5 * outer(k, k) - 0.5 * outer(l, l)"), "^WY transform and chunk walk of sums of corrections"),
     (declared("diag(sigmoid(ak)) + outer(k, l) - outer(l, k)"), "^generalised WY transform .* of sums of corrections"),
     (
         declared("tanh(a) * I + outer(k, l) - outer(l, k)"),
         "not on triton: beside a correction .* made of exp and sigmo",
     ),
-    (declared("diag(sigmoid(ak)) @ turn(t)"), "not on triton: turns beside a decay that differs within a pair"),
+    (declared("diag(sigmoid(ak)) @ turn(t)"), "fused scan.*tokens mix the entries of a channel"),
+    (declared("turn(t) @ diag(sigmoid(ak))"), "not on triton: turns beside a decay that differs within a pair"),
     (declared("sigmoid(a)", window="7"), "not on triton: .* a window of a finite state runs on torch"),
     (declared("sigmoid(a)", **SOFTMAX), "attention by tiles"),
     (declared("I", **SOFTMAX, window="7"), "attention by tiles"),
@@ -231,10 +233,10 @@ def test_what_a_recurrence_prints_declares_it_again(recurrence):
 
 
 def test_the_plan_says_why_a_cuda_call_stays_on_torch():
-    longhorn = dsf.mixers.longhorn_exact
-    plan = longhorn.plan(T=100, device="cuda", dtype=torch.bfloat16)
+    recurrence = declared("turn(t) @ diag(sigmoid(ak))")
+    plan = recurrence.plan(T=100, device="cuda", dtype=torch.bfloat16)
     assert plan.backend == "torch" and "not on triton: " in plan.reason
-    assert "not on triton" not in longhorn.plan(T=100).reason
+    assert "not on triton" not in recurrence.plan(T=100).reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

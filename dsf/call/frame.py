@@ -336,6 +336,7 @@ def spread_heads(x: Tensor, heads: int, axis: int) -> Tensor:
 def frame_for(spec: Spec, plan: Plan) -> Frame:
     """The frame that a call with this plan runs."""
     found = {"naive": spec.oracle, CONVOLUTION: spec.turning, "recurrent": spec.frame}.get(plan.form)
+    found = spec.turning if plan.turning else found
     found = found or frame_in_chunks(spec, plan.backend) or spec.frame
     assert found is not None
     return found

@@ -31,9 +31,9 @@ BACKENDS = ("torch", "triton")
 SHORT = 8  # tokens up to which the recurrent form is faster than chunks
 LONG = 64  # tokens from which the convolution may be faster
 ASKED, READS_APART = "form={!r} was asked for", "; C reads in "  # reasons of plans
+CONVOLVED = "A, B and C do not change from token to token: the inputs are convolved with one impulse response"
 IN_ONE_LAUNCH = "one token without gradients: the state is read and written once, in one launch"
-MATRIX_CHUNK = 64
-SCAN_BLOCK = 16
+MATRIX_CHUNK, SCAN_BLOCK = 64, 16  # tokens
 SEGMENT_NUMBERS = 1 << 20  # of a segment's states (4 MiB): small against a sequence, large against a call's overhead
 KEEP_NUMBERS = 1 << 23  # numbers of a sequence's states up to which segments keep them for the backward pass
 
@@ -46,8 +46,8 @@ class Plan:
     chunk: tokens a chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T,
     numbers a token] of a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one
     forward call. bytes: inputs read once and y written once. reason: why, in a sentence. source: the printed code, or
-    empty. one_step, scan: whether the decode kernel or the fused scan runs. exchange: what ranks that share the tokens
-    send each other, or empty. call: on the Triton backend, the call of `schedules`.
+    empty. one_step, scan: whether the decode kernel or the fused scan runs. turning: whether A keeps its turns there.
+    exchange: what ranks that share the tokens send each other, or empty. call: of `schedules`, on the Triton backend.
     """
 
     recurrence: str
@@ -65,6 +65,7 @@ class Plan:
     source: str = ""
     one_step: bool = False
     scan: bool = False
+    turning: bool = False
     exchange: str = ""
     call: Planned | None = field(default=None, repr=False, compare=False)
 
@@ -134,12 +135,12 @@ def make_plan(
 
     On CUDA tensors the triton backend runs: the chunk form of identity, constant, scalar and key-diagonal decays,
     alone, with a delta rule or with a rank-one correction; the recurrent, scan and chunk forms of elementwise systems
-    and value-diagonal decays (one fused scan); exponential features with a bias, a window or another quotient; one
-    token of any finite state without gradients (the decode step). Everything else, and everything on a CPU, runs on
-    torch.
+    and value-diagonal decays, and of tokens that mix a channel's entries (one fused scan); exponential features with a
+    bias, a window or another quotient; one token of any finite state without gradients (the decode step). Everything
+    else, and everything on a CPU, runs on torch.
 
-    Raises FormError for a form that the structure does not have, or a backend that does not exist or cannot run the
-    call; InputError for an odd N where key entries are taken in pairs.
+    Raises FormError for a form that the structure does not have, or a backend that does not exist or cannot run this;
+    InputError for an odd N where key entries are taken in pairs.
     """
     check_even(spec, sizes.keys)
     if form == CONVOLUTION:
@@ -186,7 +187,7 @@ def make_plan(
     elif on_gpu:
         chosen, reason = _choose(spec, replace(sizes, tokens=max(sizes.tokens, SHORT + 1)))
         if scan and not spec.is_elementwise:
-            reason = "value decay: every channel forgets by itself, and one fused scan walks them all"
+            reason = gpu.why_scanned(spec)
     else:
         chosen, reason = _choose(spec, sizes)
     if refused:
@@ -234,12 +235,11 @@ def _of_convolution(
         raise FormError(f"{spec.name}: {made} the convolution form runs on torch, whose FFT it is")
     shape = (sizes.batch, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
     width = 8 if dtype == torch.float64 else 4
-    reason = "A, B and C do not change from token to token: the inputs are convolved with one impulse response"
     kernel = gpu_convolve.kernel_of(spec, sizes, dtype, device, transformed)
     return Plan(
         spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", kernel, 0, shape, math.prod(shape) * width,
         flops(spec, sizes, CONVOLUTION, 0), io_bytes(spec, sizes, dtype),
-        ASKED.format(form) if form == CONVOLUTION else reason,
+        ASKED.format(form) if form == CONVOLUTION else CONVOLVED,
     )  # fmt: skip
 
 
@@ -258,12 +258,14 @@ def _of_frame(
             source=gpu.source(spec, dtype, True), reason=IN_ONE_LAUNCH if form == "auto" else ASKED.format(form),
         )  # fmt: skip
     else:
-        plan = make_plan(spec.inner, sizes, dtype, form, *how)
-        other = gpu.frame_in_chunks(spec, plan.backend)
+        turning = None if transformed else gpu.turning_in_scan(spec, sizes, dtype, form, backend, device)
+        plan = replace(make_plan(turning or spec.inner, sizes, dtype, form, *how), turning=turning is not None)
+        other = None if turning else gpu.frame_in_chunks(spec, plan.backend)
         if other is not None and plan.form not in ("naive", "recurrent"):
             reason, plan = plan.reason, make_plan(other.spec, sizes, dtype, plan.form, *how)
             plan = replace(plan, reason=reason if reads_apart(other.spec, plan) else reason.split(READS_APART)[0])
-        made = ["previous values"] * bool(spec.frame.leaves) + ["turned inputs"] * (spec.frame.angles is not None)
+        turned = turning is None and spec.frame.angles is not None
+        made = ["previous values"] * bool(spec.frame.leaves) + ["turned inputs"] * turned
         tell = bool(made) and "was asked for" not in plan.reason
         plan = replace(plan, reason=plan.reason + f"; {' and '.join(made)} are made first" * tell)
     shape = (*plan.state_shape[:-1], state_columns(spec, sizes.n, sizes.keys, sizes.p))

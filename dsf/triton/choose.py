@@ -19,6 +19,7 @@ from dsf.language.reads import apart
 from dsf.language.spec import Spec
 from dsf.triton import across as gpu_across
 from dsf.triton import attention as gpu_attention
+from dsf.triton import channels as gpu_channels
 from dsf.triton import chunk as gpu_matrix
 from dsf.triton import features as gpu_features
 from dsf.triton import scan as gpu_scan
@@ -52,10 +53,11 @@ def refusal(
         return unsupported
     if steps(spec, sizes, dtype, form, grad):
         return None
-    if spec.mixes_pairs:
+    if spec.mixes_pairs and not is_scan(spec):
         return (
             "turns beside a decay that differs within a pair, or beside a B or C with a number for each entry "
-            "and channel, run on torch only, but for one token without gradients"
+            "and channel, run on torch only in products of operators, sums of angles that torch computes, and "
+            "normalised systems, but for one token without gradients"
         )
     if spec.is_attention:
         if form not in ("auto", "chunk"):
@@ -93,7 +95,8 @@ def steps(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, grad: bool) -
 
 def is_scan(spec: Spec) -> bool:
     """True for recurrences of the fused scan; the others run by chunks of matrix products alone."""
-    return spec.is_elementwise or (VALUE in spec.decay_axes and not spec.rank)
+    by_channel = VALUE in spec.decay_axes and not (spec.rank or spec.mixes_pairs)
+    return spec.is_elementwise or by_channel or gpu_scan.walks(spec) or gpu_scan.mixes(spec)
 
 
 def scans(spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str) -> bool:
@@ -166,6 +169,27 @@ def frame_of_kernels(spec: Spec) -> Frame | None:
     if found is None or room_of(found.spec) is not gpu_matrix:
         return None
     return found if gpu_matrix.reads_together(found.spec) else None
+
+
+def why_scanned(spec: Spec) -> str:
+    """Why the fused scan runs a system that is not elementwise."""
+    if gpu_scan.mixes(spec):
+        return "tokens mix the entries of a channel in their own way: one fused scan walks all channels, token by token"
+    if VALUE not in spec.decay_axes:
+        return "no logarithm of the decays is derived, which chunks would add up: one fused scan walks all channels"
+    return "value decay: every channel forgets by itself, and one fused scan walks them all"
+
+
+def turning_in_scan(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device
+) -> Spec | None:
+    """The system with its turns left in A where the fused scan runs that: of heads of one channel, for which turned
+    keys and queries, one a head, are larger than all states."""
+    if spec.turning is None or not spec.turns or not gpu_channels.takes(spec, sizes) or not wanted(backend, device):
+        return None
+    found = spec.turning.spec
+    asked = form in ("auto", "scan", "chunk") and absence(device) is None
+    return found if asked and gpu_scan.mixes(found) and gpu_scan.refusal(found, sizes, dtype) is None else None
 
 
 def frame_in_chunks(spec: Spec, backend: str) -> Frame | None:

@@ -47,11 +47,11 @@ class Parts:
 
 @derived
 def parts(spec: Spec) -> Parts:
-    """The two parts of the scan of a spec without corrections."""
+    """The two parts of a spec's scan."""
     whole = coefficients(spec)
     timed = {i.name for i in spec.inputs if i.kind.time}
     tokens = frozenset(x for x in inputs_of(*whole.roots) if x.attrs[0] in timed)
-    whole = Coefficients(*regroup(whole.roots, set(inputs_of(*whole.roots)) - tokens))
+    whole = whole.of(regroup(whole.roots, set(inputs_of(*whole.roots)) - tokens))
     if not any(VALUE in x.axes for x in tokens):  # y has the dtype of one that stays as it is
         return Parts(whole, {}, ())
     chosen = _Choice(whole.roots, tokens).best()
@@ -63,7 +63,7 @@ def parts(spec: Spec) -> Parts:
             name += "_"
         made[Expr("input", (), (name, None), node.axes)] = node
     swap = {node: symbol for symbol, node in made.items()}
-    left = Coefficients(*(substitute(r, swap) for r in whole.roots))
+    left = whole.of([substitute(r, swap) for r in whole.roots])
     below = {x for x in inputs_of(*chosen) if x in tokens}
     return Parts(left, made, tuple(x for x in inputs_of(*left.roots) if x in below))
 

@@ -48,7 +48,7 @@ SINGLE = ("exp", "log", "sqrt", "rsqrt", "pow")  # one instruction of the specia
 
 
 def emit(spec: Spec, tokens: str = "", rough: bool = False) -> Source:
-    """The holes of the fused scan for an elementwise spec.
+    """The holes of the fused scan for a spec.
 
     tokens: "masked": one more operand, the Scalar VALID, is 0 for padding tokens, which leave the state unchanged;
     "packed": the Scalar STARTS is a sequence's number, from 1, at its first token, else 0; "continued": also the
@@ -81,6 +81,7 @@ class _Emission:
         inputs = (*inputs, *(Input(x.attrs[0], Kind(x.axes)) for x in added))
         self.kinds |= {x.attrs[0]: Kind(x.axes) for x in added}
         roots = (inward(whole.A), *whole.roots[1:])
+        self.angles = len(whole.angle)
         nodes = [*inputs_of(*roots), *([] if self.starts is None else [self.starts])]
         self.tokens = sorted(
             (x for x in nodes if self.kinds[x.attrs[0]].time),
@@ -135,6 +136,7 @@ class _Emission:
             self._setup(),
             self._load(),
             self._step(),
+            *self._mixing(),
             *self._fresh(),
             *self._products(),
             self._zeros(),
@@ -185,7 +187,7 @@ class _Emission:
         False also for a held expression with a Key axis that has a Param without one: its gradient would need the sums
         of all entries at once.
         """
-        if any(x.op in REDUCTIONS for x in children_first(*self.roots, *self.invariants)):
+        if self.mixes or any(x.op in REDUCTIONS for x in children_first(*self.roots, *self.invariants)):
             return False
         mixed = [x for x in self.invariants if KEY in x.axes]
         return all(KEY in x.axes for x in inputs_of(*mixed))
@@ -220,13 +222,29 @@ class _Emission:
 
     def _step(self) -> list[str]:
         printer = Printer(self._scope(), RESERVED, self.rough, self.near, self.held.values())
-        values = printer.print(self.roots)
+        values = printer.print(self.roots[:5])
         names = ["A", "B", "C", "E", "D"]
         if self.roots[4].is_constant and self.roots[4].value == 0:  # the compiler drops the addition of -0, not of +0
             values[4] = "tl.zeros((1, 1, 1), tl.float32) * -1.0"
         lines = [f"{name}_ = {value}" for name, value in zip(names, values, strict=True)]
         body = [*self._unpack(), *printer.lines, *lines, _tuple([f"{n}_" for n in names])]
         return ["def step(tokens, held, at):", *indented(body)]
+
+    @property
+    def mixes(self) -> bool:
+        """True where the entries of a channel are mixed."""
+        return len(self.roots) > 5
+
+    def _mixing(self) -> list[list[str]]:
+        """What mixes a channel's entries: cosines and sines, and the vectors of corrections."""
+        found = []
+        for name, roots in (("angle", self.roots[5 : 5 + self.angles]), ("low", self.roots[5 + self.angles :])):
+            if roots:
+                printer = Printer(self._scope(), RESERVED, self.rough, self.near, self.held.values())
+                values = printer.print(roots)
+                body = [*self._unpack(), *printer.lines, _tuple(values)]
+                found.append([f"def {name}(tokens, held, at):", *indented(body)])
+        return found
 
     def _fresh(self) -> list[list[str]]:
         """Whether a token is the first of a packed sequence."""
@@ -237,7 +255,7 @@ class _Emission:
 
     def _products(self) -> list[list[str]]:
         """For A = exp(r w) with r of tokens without a Key axis and w of Params: products of A from sums of r."""
-        if self.starts is not None:  # which a first token ends
+        if self.starts is not None or self.mixes:  # which a first token ends
             return []
         decay = self.roots[0]
         parts = key_and_rest(decay.args[0]) if decay.op == "exp" else None
@@ -264,7 +282,11 @@ class _Emission:
         return self._slopes(self._pairs())
 
     def _pairs(self) -> list[tuple[Expr, Expr]]:
-        return list(zip(self.roots, COTANGENTS, strict=True))
+        return list(zip(self.roots, [*COTANGENTS, *self._mixed()], strict=True))
+
+    def _mixed(self) -> list[Expr]:
+        """The cotangents of what mixes entries."""
+        return [symbol(f"dmix{i}", BOTH) for i in range(len(self.roots) - 5)]
 
     def _slopes(self, pairs: list[tuple[Expr, Expr]], kept: Collection[Expr] = ()) -> list[Expr]:
         found = derivatives(pairing(pairs), const(1), [*self.tokens, *self.held.values()], late=VALUE)
@@ -281,7 +303,8 @@ class _Emission:
         return [x.op == "sum_value" for x in self.slopes[len(self.tokens) :]]
 
     def _pull(self) -> list[str]:
-        scope = {**self._scope(), **{c: c.attrs[0] for c in COTANGENTS}}
+        mixed = self._mixed()
+        scope = {**self._scope(), **{c: c.attrs[0] for c in (*COTANGENTS, *mixed)}}
         printer = Printer(scope, {*RESERVED, *NAMES}, self.rough, self.near, self.held.values())
         late = [x.axes == {KEY} and slope.op == "sum_value" for x, slope in zip(self.tokens, self.slopes, strict=False)]
         late += self._over_channels()
@@ -291,8 +314,10 @@ class _Emission:
             stores += self.operands[node].store(value, summed)
         terms = [f"tile.of_tokens({v}, t_ok, t)" for v in values[len(self.tokens) :]]
         added = [f"sums[{i}] + tile.sum_time({v}, n)" for i, v in enumerate(terms)] or ["sums[0]"]
-        body = [*self._unpack(), SINK, *printer.lines, *stores, _tuple(added)]
-        return ["def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink):", *indented(body)]
+        given = [unpacked([c.attrs[0] for c in mixed], "dmix")] if mixed else []
+        body = [*self._unpack(), *given, SINK, *printer.lines, *stores, _tuple(added)]
+        last = ", dmix" * bool(mixed)
+        return [f"def pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink{last}):", *indented(body)]
 
     def _finish(self) -> list[str]:
         given = [symbol(f"dheld{i}", x.axes) for i, x in enumerate(self.invariants)]

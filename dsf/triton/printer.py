@@ -21,7 +21,7 @@ RESERVED = {
     "values", "setup", "load", "step", "zeros", "pull", "finish", "segment", "segments", "first", "NB", "BP", "rate",
     "kept", "total", "outer", "plain", "runs", "whole", "merge", "entry", "after", "puts", "blank", "L", "dA_A",
     "plain_back", "runs_back", "spread", "parted", "run", "lanes", "moved", "passed", "state", "places", "ok",
-    "keys_at", "keys_added", "keys_stored",
+    "keys_at", "keys_added", "keys_stored", "dmix",
 }  # fmt: skip
 # Functions computed by a power of two, and the factor of their argument.
 POWERS = {
@@ -199,7 +199,7 @@ def name_of(node: Expr) -> str:
     name, step = node.attrs
     text = name if step is None else f"{name}_{step}"
     clash = text in RESERVED or keyword.iskeyword(text) or (text[:1] == "v" and text[1:].isdigit())
-    clash = clash or text in (*NAMES, "A_", "B_", "C_", "E_", "D_") or text.startswith("held")
+    clash = clash or text in (*NAMES, "A_", "B_", "C_", "E_", "D_") or text.startswith(("held", "dmix"))
     return f"{text}__" if clash else identifier(text)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from dsf.call import packing
 from dsf.call.bind import Bound, Sizes
 from dsf.language.derived import derived
-from dsf.language.expr import KEY, VALUE, Expr, children_first
+from dsf.language.expr import BY_TORCH, KEY, VALUE, Expr, children_first
 from dsf.language.spec import Spec
+from dsf.triton import channels, chunk
 from dsf.triton import normalised as gpu_ratio
 from dsf.triton.hoist import parts
 from dsf.triton.print_scan import INITIAL, STARTS, VALID, emit
@@ -35,7 +36,7 @@ def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
 @derived
 def _refusal(spec: Spec) -> str | None:
     """The reasons that depend on neither sizes nor dtype."""
-    if spec.rank or spec.is_attention:
+    if spec.is_attention or ((spec.rank or spec.mixes_pairs) and not mixes(spec)):
         return f"the fused scan is for elementwise A, this is {spec.structure}"
     if spec.features is not None:
         return "the fused scan has no Taylor features"
@@ -48,19 +49,42 @@ def _refusal(spec: Spec) -> str | None:
     return None
 
 
+@derived
+def mixes(spec: Spec) -> bool:
+    """True for systems that mix the entries of a channel, token by token, and whose chunks are no matrix products:
+    turned pairs beside a decay that differs within a pair, and corrections where A differs by channel."""
+    plain = spec.rule is None and spec.system.solve is None and spec.features is None and not spec.is_attention
+    if not plain or spec.micro != 1 or spec.acts_on_values or spec.is_stabilised:
+        return False
+    factor = spec.rows[0].normal
+    moved = [factor.decay, *(x for c in factor.corrections for x in (c.scale, c.left, c.right))]
+    apart = spec.rank > 0 and any(VALUE in x.axes for x in moved)
+    return (apart or spec.mixes_pairs) and not any(x.op in BY_TORCH for x in _nodes(spec))
+
+
+@derived
+def walks(spec: Spec) -> bool:
+    """True for decays by key that the chunk kernels refuse, as their logarithm is not derived."""
+    plain = spec.rule is None and spec.system.solve is None and spec.features is None and not spec.is_attention
+    return plain and not (spec.rank or spec.mixes_pairs) and KEY in spec.decay_axes and not chunk.fits(spec)
+
+
 def kernel_of(spec: Spec, sizes: Sizes, device: torch.device) -> tuple[str, int]:
     """Name of the kernel with its tile, and 0 for no chunks."""
     from dsf.kernels.triton.scan.launches import HOLES, tile_of
     from dsf.kernels.triton.scan.launches import Sizes as Counts
 
-    counts = Counts(sizes.batch, sizes.tokens, sizes.heads, sizes.n, sizes.p)
-    t = tile_of(HOLES[_hole(spec)], counts, False, device)
-    return f"fused scan, tiles of {t.K * t.G} x {t.NB} x {t.BP}, {t.warps} warps", 0
+    heads, p = (1, sizes.heads) if channels.takes(spec, sizes) else (sizes.heads, sizes.p)
+    t = tile_of(HOLES[_hole(spec)], Counts(sizes.batch, sizes.tokens, heads, sizes.n, p), False, device)
+    of = " of heads as channels" * (p != sizes.p)
+    return f"fused scan{of}, tiles of {t.K * t.G} x {t.NB} x {t.BP}, {t.warps} warps", 0
 
 
 def _nodes(spec: Spec) -> list[Expr]:
-    steps = spec.system.micro_steps
-    return children_first(spec.readout, spec.system.D, *(s.B for s in steps), *(r.normal.decay for r in spec.rows))
+    steps, factors = spec.system.micro_steps, [r.normal for r in spec.rows]
+    low = [x for f in factors for c in f.corrections for x in (c.scale, c.left, c.right)]
+    decays = [x for f in factors for x in (f.decay, f.angle)]
+    return children_first(spec.readout, spec.system.D, *(s.B for s in steps), *decays, *low)
 
 
 @derived
@@ -144,7 +168,7 @@ def names(spec: Spec) -> list[str]:
 
 def packs(spec: Spec) -> bool:
     """True where packed sequences are scanned in place; a running maximum would have to start again with each."""
-    return not spec.is_stabilised or spec.rule is None
+    return not mixes(spec) and (not spec.is_stabilised or spec.rule is None)
 
 
 def fused_scan(
@@ -159,6 +183,9 @@ def fused_scan(
     """
     from dsf.kernels.triton.scan.operator import scan as operator
 
+    if channels.takes(spec, bound.sizes):
+        y, final = fused_scan(*channels.moved(spec, bound, timed, state), valid, bounds)
+        return y.transpose(2, 3), channels.turned(final)
     tokens = "" if valid is None else "masked"
     tensors = {**bound.tensors, **timed}
     pairs = None

@@ -28,7 +28,7 @@ def takes(spec: Spec, bound: Bound, plan: Plan) -> bool:
     if spec.system.solve is not None:  # the passes know nothing of the states that it reads
         return False
     if is_scan(spec):  # also for calls that one rank would run by chunks
-        return spec.rule is None and scan.refusal(spec, bound.sizes, bound.dtype) is None
+        return spec.rule is None and not scan.mixes(spec) and scan.refusal(spec, bound.sizes, bound.dtype) is None
     if apart(spec) or spec.acts_on_values or spec.features is not None:
         return False
     whole = chunk.channels(spec, bound.sizes.p) == bound.sizes.p

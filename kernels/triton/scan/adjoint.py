@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.scan.mixing import left_by, moved_back, walked
 from dsf.kernels.triton.scan.tiles import (
     blend,
     cleared,
+    entered,
     fill,
     first_tokens,
     firsts,
     given_offset,
     join,
-    last_state,
     moved,
     packed_ends,
     program,
@@ -28,7 +29,6 @@ from dsf.kernels.triton.scan.tiles import (
     saved_offset,
     state_offset,
     turns,
-    walk,
 )
 from dsf.kernels.triton.tile import sum_key, take
 
@@ -87,7 +87,7 @@ def pass_tile(x, tokens, state, at, holes: tl.constexpr, shape: tl.constexpr):
     """The state after a whole tile, from `state` before it."""
     a, b, c, e, d = holes.step(tokens, x.held, at)
     a, b = blend(a, b, True, shape, False)
-    return last_state(a, b, first_tokens(tokens, at, a, holes), state, shape.K)
+    return left_by(a, b, state, tokens, x.held, at, holes, shape)
 
 
 @triton.jit
@@ -150,8 +150,7 @@ def pull_tile(
     """One tile, from the last token to the first. state: before it; cotangent: after it. The holes store gradients."""
     a, b, c, e, d = holes.step(tokens, x.held, at)
     a, b = blend(a, b, at.t_ok, shape, MASKED)
-    fresh = first_tokens(tokens, at, a, holes)
-    before, after, _ = walk(a, b, fresh, state, shape.K, shape.G)
+    before, after, _ = walked(a, b, state, tokens, x.held, at, holes, shape)
     seen = before if shape.BEFORE else after
     scaled = e * dd
     written = fill(c * scaled, shape, shape.NB)
@@ -161,11 +160,20 @@ def pull_tile(
     if x.given.states is not None:
         to, last = packed_ends(x.given.ends, at)
         late = tl.load(x.given.states + to, mask=last & at.n_ok & at.p_ok, other=0.0)
-    g, cotangent = walk_back(a, fresh, written, late, cotangent, shape, x.given.states is not None)
-    if MASKED:
-        g = tl.where(at.t_ok, g, 0.0)
     de = dd * sum_key(c * seen, at.n_ok)
-    sums = holes.pull(tokens, x.held, sums, x.grads, g * before, g, seen * scaled, de, dd, at, x.sink)
+    if holes.angle is None and holes.low is None:
+        fresh = first_tokens(tokens, at, a, holes)
+        g, cotangent = walk_back(a, fresh, written, late, cotangent, shape, x.given.states is not None)
+        if MASKED:
+            g = tl.where(at.t_ok, g, 0.0)
+        sums = holes.pull(tokens, x.held, sums, x.grads, g * before, g, seen * scaled, de, dd, at, x.sink)
+    else:
+        g = cotangent if x.given.states is None else cotangent + late
+        if not shape.BEFORE:
+            g += written
+        earlier, da, dmix = moved_back(a, g, before, tokens, x.held, at, holes)
+        cotangent = entered(earlier + written if shape.BEFORE else earlier, tokens, at, holes)
+        sums = holes.pull(tokens, x.held, sums, x.grads, da, g, seen * scaled, de, dd, at, x.sink, dmix)
     return cotangent, sums
 
 

@@ -30,6 +30,7 @@ from dsf.kernels.triton.scan.table import (
     backward,
     by_entry,
     finer,
+    mixing,
     segments,
     shares,
     tile,
@@ -88,6 +89,11 @@ class Hole:
     def holes(self) -> Any:
         """The functions as kernels take them."""
         return Holes(*(getattr(self.functions, name, None) for name in NAMES))
+
+    @property
+    def mixes(self) -> bool:
+        """True where tokens mix the entries of a channel (mixing.py)."""
+        return hasattr(self.functions, "angle") or hasattr(self.functions, "low")
 
     @property
     def packed(self) -> bool:
@@ -220,7 +226,9 @@ def tile_of(hole: Hole, s: Sizes, adjoint: bool, device: torch.device) -> Tile:
 
     Tiles of `vector` need contiguous channels, which are copied to shared memory.
     """
-    if s.n == 1 and s.dense:
+    if hole.mixes:
+        t = mixing(adjoint, s.n, s.p, hasattr(hole.functions, "angle"))
+    elif s.n == 1 and s.dense:
         t = vector(adjoint, s.p, s.rows, hole.light, device)
     elif not adjoint and _outputs_by_entry(hole, s, device):
         t = by_entry(s.p)
@@ -246,7 +254,7 @@ def launch(hole: Hole, sizes: Sizes, adjoint: bool, device: torch.device) -> Lau
     """The Launch of one direction: its tile and segments."""
     t = tile_of(hole, sizes, adjoint, device)
     blocks = -(-sizes.p // t.BP)
-    count, span = segments(sizes.tokens, blocks * sizes.rows, t, device)
+    count, span = (1, sizes.tokens) if hole.mixes else segments(sizes.tokens, blocks * sizes.rows, t, device)
     return Launch(sizes, t, count, span, blocks)
 
 

@@ -111,6 +111,13 @@ def tile(table: dict[int, Row], n: int, p: int) -> Tile:
     return Tile(K, padded, BP, V, warps, M, U, span, busy, registers, skim=skim)
 
 
+def mixing(adjoint: bool, n: int, p: int, turned: bool) -> Tile:
+    """The tile where tokens mix the entries of a channel, of one token each. turned: entries in pairs, whose cosines
+    and sines leave the adjoint no registers for states between those in scratch memory."""
+    t = tile(ADJOINT if adjoint else FORWARD, max(n, 2), p)
+    return replace(t, U=1) if adjoint and turned else t
+
+
 def by_entry(p: int) -> Tile:
     """The tile of forward passes by entry."""
     K, V, M, span, busy, registers = ENTRIES

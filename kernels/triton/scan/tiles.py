@@ -11,6 +11,7 @@ registers and the sum over N stays inside a thread. A vector state (N = 1) comes
     fresh(tokens, at) -> which tokens are the first of a packed sequence; None where nothing is packed
     pull(tokens, held, sums, grads, dA, dB, dC, dE, dD, at, sink) -> sums, storing the tokens' gradients
     zeros(NB, BP) -> the Params' sums before the first token
+    angle, low(tokens, held, at) -> what mixes the entries of a channel (mixing.py), whose cotangents pull then takes
     finish(args, grads, sums, segment, segments, at): stores the Params' gradients of this program
 
 args, grads: the pointers and strides that the holes use; at: the position of the tile (`At`); sink: the layout
@@ -70,7 +71,7 @@ class Cotangents(NamedTuple):
 NAMES = (
     "setup", "load", "step", "fresh", "pull", "zeros", "finish", "rate", "kept", "plain", "plain_back", "runs",
     "runs_back", "spread", "whole", "ahead", "parted", "merge", "moved", "passed", "entry", "keys_at", "keys_added",
-    "keys_stored", "after", "puts", "blank",
+    "keys_stored", "after", "puts", "blank", "angle", "low",
 )  # fmt: skip
 # The printed functions of a spec, None for those that it does not need.
 Holes = make_dataclass("Holes", [(x, Any, None) for x in NAMES], bases=(Config,), frozen=True, repr=False)

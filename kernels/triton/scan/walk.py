@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dsf.kernels.triton.scan.mixing import walked
 from dsf.kernels.triton.scan.tiles import (
     blend,
     fill,
-    first_tokens,
     firsts,
     given_offset,
     moved,
@@ -20,7 +20,6 @@ from dsf.kernels.triton.scan.tiles import (
     saved_offset,
     state_offset,
     turns,
-    walk,
 )
 from dsf.kernels.triton.tile import sum_key, take
 
@@ -49,7 +48,7 @@ def read_tile(tokens, held, out, state, at, t0, end, holes: tl.constexpr, shape:
     at = moved(at, t0, at.t >= 0 if shape.G > 1 and not MASKED else t0 + at.t < end)
     a, b, c, e, d = holes.step(tokens, held, at)
     a, b = blend(a, b, at.t_ok, shape, MASKED)
-    before, after, state = walk(a, b, first_tokens(tokens, at, a, holes), state, shape.K, shape.G)
+    before, after, state = walked(a, b, state, tokens, held, at, holes, shape)
     if out.saved is not None:
         run = t0 + firsts(shape.K, shape.G)
         to = out.saved + saved_offset(run, at.n, at, shape.M)
