@@ -4,19 +4,32 @@ from itertools import pairwise
 
 import pytest
 import torch
-from scan_family import UNSEEN, aligned, before, bounded, channels, crowded, leaky_peak, swinging, twice, weighted
+from scan_family import (
+    MIXING,
+    UNSEEN,
+    aligned,
+    before,
+    bounded,
+    channels,
+    crowded,
+    leaky_peak,
+    swinging,
+    twice,
+    weighted,
+)
+from test_triton_mixing import draw as mixed
 from test_triton_scan import draw, gradients
 from torch.utils.checkpoint import checkpoint
 
 import dsf
 from dsf import System, Value
 from dsf.mixers.hgrn import hgrn
-from dsf.mixers.longhorn import longhorn
+from dsf.mixers.longhorn import longhorn, longhorn_exact
 from dsf.mixers.mingru import mingru, mingru_positive
 from dsf.mixers.qlstm import modified_qlstm, qlstm
 from dsf.mixers.rg_lru import rg_lru
 from dsf.mixers.rwkv4 import rwkv4
-from dsf.mixers.s6 import s6, s6_negative
+from dsf.mixers.s6 import s6, s6_complex, s6_negative
 from dsf.triton.scan import _hole, source_of
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +58,28 @@ def assert_blocks_close(ours: torch.Tensor, oracle: torch.Tensor, tolerance: flo
 def test_equals_the_float64_oracle(recurrence: dsf.Recurrence, n: int, p: int, tokens: int) -> None:
     x = cuda(draw(recurrence, tokens, n=n, p=p, batch=2))
     state = torch.randn(2, 2, *recurrence.state_shape(n if recurrence.spec.has_key else 1, p), device="cuda")
+    ours = gradients(recurrence, x, state, backend="triton")
+    oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for a, b in zip(ours, oracle, strict=True):
+        assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize(("n", "p", "tokens"), [(16, 64, 300), (24, 40, 265), (128, 33, 130), (2, 5, 1)])
+@pytest.mark.parametrize("recurrence", [*MIXING, longhorn_exact], ids=lambda r: r.name)
+def test_entries_mixed_by_tokens_equal_the_float64_oracle(recurrence, n, p, tokens) -> None:
+    x = cuda(mixed(recurrence, batch=2, tokens=tokens, n=n, p=p))
+    state = torch.randn(2, 2, *recurrence.state_shape(n, p), device="cuda")
+    oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
+    for _ in range(3):
+        for a, b in zip(gradients(recurrence, x, state, backend="triton"), oracle, strict=True):
+            assert_blocks_close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("keys", [1, 35, 70])
+@pytest.mark.parametrize("recurrence", [s6_complex, s6, *MIXING], ids=lambda r: r.name)
+def test_heads_of_one_channel_equal_the_float64_oracle(recurrence, keys) -> None:
+    x = cuda(mixed(recurrence, batch=2, tokens=145, heads=70, n=16, p=1, keys=keys))
+    state = torch.randn(2, 70, *recurrence.state_shape(16, 1), device="cuda")
     ours = gradients(recurrence, x, state, backend="triton")
     oracle = gradients(recurrence, {k: v.double() for k, v in x.items()}, state.double(), form="recurrent")
     for a, b in zip(ours, oracle, strict=True):
