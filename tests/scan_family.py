@@ -135,4 +135,10 @@ def erasing_while_turning(q: Key, k: Key, v: Value, r: Value, g: Key, th: Scalar
     return System(A=(diag(sigmoid(g)) - sigmoid(r) * outer(unit, unit)) @ turn(th * w), B=unit * v, C=q)
 
 
+@dsf.recurrence
+def signed_keys(q: Key, k: Key, v: Value, g: Key) -> System:
+    """In no library: key entries that may turn over, whose decays have no logarithm for chunks to add up."""
+    return System(A=diag(tanh(g)), B=k * v, C=q)
+
+
 MIXING = [turning_unequally, leaning_channels, erasing_while_turning]

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from interpreted import interpreted
-from scan_family import MIXING, aligned, channels, erasing_while_turning, leaning_channels, turning_unequally
+from scan_family import (
+    MIXING,
+    aligned,
+    channels,
+    erasing_while_turning,
+    leaning_channels,
+    signed_keys,
+    turning_unequally,
+)  # fmt: skip
 
 import dsf
 from dsf.mixers.longhorn import longhorn_exact
@@ -71,6 +79,16 @@ def test_equals_the_oracle_forward_and_backward(recurrence, n):
     x = draw(recurrence, n=n)
     assert scanned(recurrence, x)
     compare(recurrence, x, random_state(recurrence, 1, 2, n, 34))
+
+
+@interpreted
+@pytest.mark.parametrize("n", [1, 6, 33])
+def test_decays_by_key_without_a_logarithm(n):
+    x = draw(signed_keys, n=n)
+    assert scanned(signed_keys, x)
+    compare(signed_keys, x, random_state(signed_keys, 1, 2, n, 34))
+    packed = {"cu_seqlens": torch.tensor([0, 5, 5, 6, 19])}
+    compare(signed_keys, x, random_state(signed_keys, 4, 2, n, 34), **packed)
 
 
 @interpreted
