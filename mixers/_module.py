@@ -34,7 +34,8 @@ class MixerState(NamedTuple):
 
     conv: the last K-1 inputs of the short convolution, [B, C, K-1], or None without one.
     recurrent: the state of the recurrence, [B, H, N, P'] (a `KVCache` for softmax attention).
-    position: int64 [B], the number of tokens so far, for mixers that need it (`positional`), else None.
+    position: int64 [B], the number of tokens so far, for mixers that need it (`positional`; those that know a first
+    token from later ones, `resets`, after packed sequences, which may be empty), else None.
     """
 
     conv: Tensor | None
@@ -57,6 +58,8 @@ class Span(NamedTuple):
     def starts(self, like: Tensor) -> Tensor:
         """Mask [B, T] of the first tokens of fresh sequences, in the dtype of like [B, T, ...]."""
         batch, tokens = like.shape[:2]
+        if self.before is not None:  # a sequence without tokens so far begins here, too
+            return (self.positions(like) == 0).to(like.dtype)
         mask = like.new_zeros(batch, tokens + 1)  # one spare column: an empty last sequence begins at T
         if not self.fresh:
             return mask[:, :tokens]
@@ -286,7 +289,7 @@ class Mixer(Owner, Divided):
         name, conv = type(self).__name__, self.conv1d
         if not isinstance(state, MixerState):
             raise InputError(f"{name}: state is of type {type(state).__name__}, expected what an earlier call returned")
-        if (state.position is not None) != self.positional:
+        if (state.position is not None) != self.positional and not self.resets:
             does, counts = ("has no", "counts") if self.positional else ("has", "does not count")
             raise InputError(f"{name}: the state {does} positions, and this layer {counts} its tokens")
         got = None if state.conv is None else tuple(state.conv.shape)
@@ -323,7 +326,8 @@ class Mixer(Owner, Divided):
                 u = torch.ops.dsf.after(u, [span.places.place])  # ranks' graphs keep collectives in one order
         u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place, keep)
         inputs = self.arguments(u, side, span, **tokens)
-        position = span.after(x) if self.positional else None
+        counts = self.positional or span.before is not None or (self.resets and span.fresh and bounds is not None)
+        position = span.after(x) if counts else None
         return (
             inputs,
             self.seen(u, side, inputs),

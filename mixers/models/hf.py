@@ -266,7 +266,7 @@ class DsfModel(DsfPreTrainedModel):
         if bounds is not None and batch != 1:
             raise InputError(f"cu_seqlens: packed sequences lie in one row, got {batch} rows")
         first = None if cache is None else state_layer(cache, 0)
-        return unpadded(mask, batch, tokens, first, (block.mixer for block in self._blocks()))
+        return unpadded(mask, batch, tokens, first)
 
 
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):

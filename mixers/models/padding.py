@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +34,12 @@ class Unpadded:
         return filled.unflatten(0, tuple(shape[:2]))
 
 
-def unpadded(
-    attention_mask: Any, batch: int, tokens: int, layer: Any = None, mixers: Iterable[Any] = ()
-) -> Unpadded | None:
+def unpadded(attention_mask: Any, batch: int, tokens: int, layer: Any = None) -> Unpadded | None:
     """The unpadded tokens of a call's B · T by a mask [B, past + T]; None where nothing is padding.
 
     Waits for the device, to read the number of tokens; not for one token of sequences that have begun, as generation
     passes no padding then. layer: the `Kept` state of the first of the mixers, if the sequences go on from one. Raises
-    InputError for other shapes, and for sequences without a token that do not go on, or of a mixer that reads a
-    sequence's first token in another way than those after it, before there is a state.
+    InputError for other shapes, and for sequences without a token that do not go on.
     """
     if isinstance(attention_mask, dict):  # generate() makes one for each type of layer
         attention_mask = attention_mask.get("linear_attention", next(iter(attention_mask.values()), None))
@@ -57,10 +53,9 @@ def unpadded(
     if bool(mask.all()):
         return None
     lengths, where = mask.sum(1), mask.flatten().nonzero().squeeze(1)
-    alone = layer is None or (layer.state is None and any(getattr(m, "resets", False) for m in mixers))
-    if alone and not bool(lengths.all()) and (len(where) or layer is None):
+    if layer is None and not bool(lengths.all()):
         none = int((lengths == 0).nonzero()[0])
-        raise InputError(f"attention_mask: sequence {none} has no token; leave it out, or prefill more tokens at once")
+        raise InputError(f"attention_mask: sequence {none} has no token; leave it out")
     return Unpadded(where, F.pad(lengths.cumsum(0), (1, 0)), bool(mask[:, -1].all()))
 
 

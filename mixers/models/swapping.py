@@ -60,7 +60,7 @@ class SwappedAttention(nn.Module):
             bounds = restarts(position_ids, tokens)
         if bounds is None:
             seen = 0 if layer is None else layer.seen
-            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens, layer, [self.mixer])
+            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens, layer)
         if padding is not None and not len(padding.where):
             y = torch.zeros_like(hidden_states)
         elif padding is not None:
