@@ -169,6 +169,32 @@ def test_packed_sequences_are_apart_however_they_are_said(mixers):
     assert torch.allclose(model(ids, labels=ids, position_ids=positions).loss, sum(losses) / 10)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@EACH
+def test_positions_separate_sequences_of_any_row_beside_a_mask_too(mixers, padded):
+    model, ids = tiny(mixers), prompt(2, 9)
+    cuts, real = [(3, 9), (5, 9)], [slice(2 * padded, 9), slice(0, 9 - padded)]
+    positions = torch.stack([torch.cat([torch.arange(n), torch.arange(9 - n)]) for n, _ in cuts])
+    mask = torch.ones_like(ids)
+    mask[0, : 2 * padded], mask[1, 9 - padded :] = 0, 0
+    if padded:
+        positions[0, :3] = torch.tensor([0, 0, 0])
+    labels = ids.masked_fill(mask == 0, -100)
+    found = model(ids, attention_mask=mask, position_ids=positions, labels=labels)
+    losses, count = [], 0
+    for row, (cut, kept) in enumerate(zip((3, 5), real, strict=True)):
+        for part in (slice(kept.start, cut), slice(cut, kept.stop)):
+            alone = model(ids[row : row + 1, part], labels=ids[row : row + 1, part])
+            assert torch.allclose(found.logits[row, part], alone.logits[0], rtol=0, atol=1e-9)
+            count += part.stop - part.start - 1
+            losses.append(alone.loss * (part.stop - part.start - 1))
+    assert torch.allclose(found.loss, sum(losses) / count)
+    if not padded:
+        assert torch.equal(model(ids, position_ids=positions).logits, found.logits)
+        both = model(ids, position_ids=positions[:1]).logits  # of all rows
+        assert torch.allclose(both[1, 3:], model(ids[1:, 3:]).logits[0], rtol=0, atol=1e-9)
+
+
 # Caches
 
 

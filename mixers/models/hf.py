@@ -24,7 +24,7 @@ from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer, states_of
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
 from dsf.mixers.models.naming import beside, constructor_of, takes
-from dsf.mixers.models.padding import Unpadded, restarts, unpadded
+from dsf.mixers.models.padding import Unpadded, predicted, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
 from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
@@ -224,8 +224,8 @@ class DsfModel(DsfPreTrainedModel):
         output_hidden_states: also return hidden_states, what every block was given and, last, last_hidden_state.
 
         attention_mask: [B, past + T], 0 for padding on any side, which is cut out. cu_seqlens (or
-        cu_seq_lens_q, or positions that begin again): boundaries of sequences packed in one row. Raises InputError for
-        both at once.
+        cu_seq_lens_q): boundaries of sequences packed in one row. position_ids: only without a cache, where positions
+        that begin again are sequences packed in any row. Raises InputError for boundaries beside a mask.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
@@ -233,9 +233,7 @@ class DsfModel(DsfPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens = x.shape[:2]
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        padding = self._padding(attention_mask, bounds, batch, tokens, cache)
-        if bounds is None and padding is None and cache is None:
-            bounds = restarts(position_ids, tokens)
+        padding = self._padding(attention_mask, bounds, batch, tokens, cache, position_ids)
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = DsfCache(self.config)
@@ -247,7 +245,7 @@ class DsfModel(DsfPreTrainedModel):
         if padding is None:
             static = use_cache and state is not None and all(layer.static for layer in cache.layers)
             hidden, state = self.run(x, state, bounds, bool(use_cache), each, static)
-        elif not len(padding.where):
+        elif padding.empty:
             hidden = torch.zeros_like(x)
             each = None if each is None else [hidden] * (len(self.layers) + 1)
         else:  # once for the whole model
@@ -260,13 +258,15 @@ class DsfModel(DsfPreTrainedModel):
         more = {CACHE: cache if use_cache else None, "hidden_states": None if each is None else tuple(each)}
         return BaseModelOutputWithPast(last_hidden_state=hidden, **more)
 
-    def _padding(self, mask: Any, bounds: Tensor | None, batch: int, tokens: int, cache: Any) -> Unpadded | None:
+    def _padding(
+        self, mask: Any, bounds: Tensor | None, batch: int, tokens: int, cache: Any, position_ids: Tensor | None
+    ) -> Unpadded | None:
         if mask is not None and bounds is not None:
             raise InputError("cu_seqlens and attention_mask say the same thing twice; give one of them")
         if bounds is not None and batch != 1:
             raise InputError(f"cu_seqlens: packed sequences lie in one row, got {batch} rows")
         first = None if cache is None else state_layer(cache, 0)
-        return unpadded(mask, batch, tokens, first)
+        return None if bounds is not None else unpadded(mask, batch, tokens, first, position_ids)
 
 
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
@@ -349,8 +349,8 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
             kept = hidden if counted and not logits_to_keep else hidden[:, part]
             return CausalLMOutputWithPast(logits=product_of(kept, self.lm_head), **after)
-        if bounds is None and attention_mask is None and cache is None:
-            bounds = restarts(position_ids, hidden.shape[1])
+        if labels is not None and bounds is None:
+            labels = predicted(labels, attention_mask, None if cache is not None else position_ids)
         targets = targets_of(self.model, labels, shift_labels, bounds)
         assert targets is not None
         if self.training and self.config.fused_loss and not is_shared(self.lm_head):

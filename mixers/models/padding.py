@@ -10,37 +10,70 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf.language.errors import InputError
+from dsf.mixers.models.parts import IGNORED
 
 
 @dataclass(frozen=True)
 class Unpadded:
-    """The places of the tokens of a padded batch.
+    """The places of the tokens of a batch with padding, or with several sequences in a row.
 
-    where: their places among all B · T, int64. cu_seqlens: [B + 1] boundaries of the packed tokens. begun: whether
-    every sequence's last place has a token, so that padding on the left has ended.
+    where: their places among all B · T, int64, None for all of them. cu_seqlens: [S + 1] boundaries of the packed
+    tokens. begun: whether every sequence's last place has a token, so that padding on the left has ended.
     """
 
-    where: Tensor
+    where: Tensor | None
     cu_seqlens: Tensor
     begun: bool
 
+    @property
+    def empty(self) -> bool:
+        """Whether all is padding."""
+        return self.where is not None and not len(self.where)
+
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [1, tokens, ...]."""
-        return x.flatten(0, 1)[self.where].unsqueeze(0)
+        rows = x.flatten(0, 1)
+        return (rows if self.where is None else rows[self.where]).unsqueeze(0)
 
     def unpack(self, y: Tensor, shape: torch.Size) -> Tensor:
         """[1, tokens, D] -> [B, T, D], zeros where padding is. shape: (B, T)."""
+        if self.where is None:
+            return y[0].unflatten(0, tuple(shape[:2]))
         filled = y.new_zeros(shape[0] * shape[1], y.shape[-1]).index_copy(0, self.where, y[0])
         return filled.unflatten(0, tuple(shape[:2]))
 
 
-def unpadded(attention_mask: Any, batch: int, tokens: int, layer: Any = None) -> Unpadded | None:
-    """The unpadded tokens of a call's B · T by a mask [B, past + T]; None where nothing is padding.
+def unpadded(
+    attention_mask: Any, batch: int, tokens: int, layer: Any = None, position_ids: Tensor | None = None
+) -> Unpadded | None:
+    """The unpadded tokens of a call's B · T by a mask [B, past + T], and their sequences; None for one in every row
+    without padding.
 
     Waits for the device, to read the number of tokens; not for one token of sequences that have begun, as generation
-    passes no padding then. layer: the `Kept` state of the first of the mixers, if the sequences go on from one. Raises
+    passes no padding then. layer: the `Kept` state of the first of the mixers, if the sequences go on from one.
+    position_ids: without such a state, what begins again at 0 is a sequence of its own (`beginnings`). Raises
     InputError for other shapes, and for sequences without a token that do not go on.
     """
+    real = real_tokens(attention_mask, batch, tokens, layer)
+    begins = None if layer is not None else beginnings(position_ids, real, batch, tokens)
+    where = None if real is None else real.flatten().nonzero().squeeze(1)
+    if real is None:
+        if begins is None:
+            return None
+        real = torch.ones_like(begins)
+    lengths = real.sum(1)
+    if layer is None and not bool(lengths.all()):
+        none = int((lengths == 0).nonzero()[0])
+        raise InputError(f"attention_mask: sequence {none} has no token; leave it out")
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    if begins is not None:
+        inside = (begins.flatten() if where is None else begins.flatten()[where]).nonzero().squeeze(1)
+        bounds = torch.cat([bounds, inside]).sort().values
+    return Unpadded(where, bounds, bool(real[:, -1].all()))
+
+
+def real_tokens(attention_mask: Any, batch: int, tokens: int, layer: Any = None) -> Tensor | None:
+    """Which of a call's tokens are no padding, bool [B, T]; None for all. As `unpadded`."""
     if isinstance(attention_mask, dict):  # generate() makes one for each type of layer
         attention_mask = attention_mask.get("linear_attention", next(iter(attention_mask.values()), None))
     if attention_mask is None or (tokens == 1 and layer is not None and layer.begun):
@@ -49,25 +82,40 @@ def unpadded(attention_mask: Any, batch: int, tokens: int, layer: Any = None) ->
         raise InputError(
             f"attention_mask: expected 0 and 1 of shape [{batch}, past + {tokens}], got {tuple(attention_mask.shape)}"
         )
-    mask = attention_mask[:, attention_mask.shape[1] - tokens :] != 0
-    if bool(mask.all()):
-        return None
-    lengths, where = mask.sum(1), mask.flatten().nonzero().squeeze(1)
-    if layer is None and not bool(lengths.all()):
-        none = int((lengths == 0).nonzero()[0])
-        raise InputError(f"attention_mask: sequence {none} has no token; leave it out")
-    return Unpadded(where, F.pad(lengths.cumsum(0), (1, 0)), bool(mask[:, -1].all()))
+    real = attention_mask[:, attention_mask.shape[1] - tokens :] != 0
+    return None if bool(real.all()) else real
 
 
-def restarts(position_ids: Tensor | None, tokens: int) -> Tensor | None:
-    """Boundaries [S + 1] of sequences packed in one row, from positions [1, T] that begin again at 0; None without any.
+def beginnings(position_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """Tokens at position 0 behind another token of their row, bool [B, T], which begin a packed sequence; None without
+    any.
 
-    Collators that pack without cu_seqlens mark the texts only by positions; ignoring these would leak one text into the
-    next.
+    Collators that pack without cu_seqlens mark the texts only by positions [1 or B, T]; ignoring these would leak one
+    text into the next. real: bool [B, T], tokens that are no padding, None for all.
     """
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape != (1, tokens):
+    begins = _at_zero(position_ids, batch, tokens)
+    if begins is None:
         return None
-    starts = (position_ids[0] == 0).nonzero().squeeze(1)
-    if starts.numel() < 2 or int(starts[0]) != 0:
+    if real is not None:
+        begins = begins & real & (real.cumsum(1) > 1)
+    else:
+        begins = torch.cat([torch.zeros_like(begins[:, :1]), begins[:, 1:]], 1)
+    return begins if bool(begins.any()) else None
+
+
+def _at_zero(position_ids: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape not in ((1, tokens), (batch, tokens)):
         return None
-    return torch.cat([starts, starts.new_tensor([tokens])])
+    return (position_ids == 0).expand(batch, -1)
+
+
+def predicted(labels: Tensor, attention_mask: Any, position_ids: Tensor | None = None) -> Tensor:
+    """Labels [B, T] without those that the place before does not predict: it is padding, or of another sequence, which
+    positions say. Does not wait for the device."""
+    batch, tokens = labels.shape
+    begins = _at_zero(position_ids, batch, tokens)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        real = attention_mask[:, attention_mask.shape[1] - tokens :] != 0
+        behind = ~F.pad(real[:, :-1], (1, 0), value=True)
+        begins = behind if begins is None else behind | (begins & real)
+    return labels if begins is None else labels.masked_fill(begins, IGNORED)

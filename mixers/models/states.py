@@ -81,7 +81,7 @@ class Kept:
     def store(self, state: Any, tokens: int, padding: Unpadded | None = None) -> None:
         """Keep the state after `tokens` more places of tokens and padding."""
         self.seen += tokens
-        if padding is not None and not len(padding.where):
+        if padding is not None and padding.empty:
             return
         self.begun = padding is None or padding.begun
         held = self.state

@@ -16,7 +16,7 @@ from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers._beside import hooked
 from dsf.mixers.models.naming import check_causal, constructor_of, layer_for, mixer_name, takes
-from dsf.mixers.models.padding import restarts, unpadded
+from dsf.mixers.models.padding import unpadded
 from dsf.mixers.models.states import check_fit
 
 RECORD = "dsf_swap"  # the entry of a configuration that says what was swapped
@@ -56,12 +56,10 @@ class SwappedAttention(nn.Module):
         if layer is not None and layer.is_initialized and state is None:
             check_fit(state, self.mixer, self.index)
         bounds, padding = cu_seq_lens_q, None
-        if bounds is None and layer is None:
-            bounds = restarts(position_ids, tokens)
         if bounds is None:
             seen = 0 if layer is None else layer.seen
-            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens, layer)
-        if padding is not None and not len(padding.where):
+            padding = unpadded(_real(attention_mask, seen, tokens), batch, tokens, layer, position_ids)
+        if padding is not None and padding.empty:
             y = torch.zeros_like(hidden_states)
         elif padding is not None:
             y, state = self.mixer(padding.pack(hidden_states), state, padding.cu_seqlens)
