@@ -476,6 +476,17 @@ def test_ids_and_labels_of_no_integers_are_refused():
     assert torch.equal(model(ids.int()).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
+def test_labels_may_be_integers_of_any_size(fused):
+    """Ids were taken as int32, and the same tensor as labels ended in an error of torch's."""
+    model = CausalLM(tiny(["gla"], fused_loss=fused))
+    ids = torch.randint(model.config.vocab_size, (2, 5))
+    for name, labels in (("labels", ids), ("shift_labels", next_labels(ids))):
+        expected = model(ids, **{name: labels}).loss
+        for dtype in (torch.int32, torch.int16) + (torch.uint8,) * (name == "labels"):
+            assert torch.equal(model(ids.int(), **{name: labels.to(dtype)}).loss, expected)
+
+
 def test_ids_that_are_no_tensor_are_refused():
     for call in (lambda model: model([[1, 2]]), lambda model: model.generate("hello", 3)):
         with pytest.raises(dsf.InputError, match=r"ids: expected integers .B, T. as a tensor, got"):

@@ -156,6 +156,17 @@ def test_masks_that_cannot_be_are_refused():
         generated(model, ids, cache_implementation="quantized")
 
 
+def test_labels_that_cannot_be_are_refused_in_the_models_words():
+    model, ids = tiny(), prompt()
+    for name in ("labels", "shift_labels"):
+        for wrong in (ids[:1], ids[0], ids[:, :4], ids.unsqueeze(2)):
+            with pytest.raises(dsf.InputError, match=r"labels: expected the shape of ids, \(2, 9\), got"):
+                model(ids, **{name: wrong})
+        with pytest.raises(dsf.InputError, match=r"labels: expected integers \[B, T\], got torch.float64"):
+            model(ids, **{name: ids.double()})
+    assert torch.equal(model(ids, labels=ids.int()).loss, model(ids, labels=ids).loss)
+
+
 @EACH
 def test_packed_sequences_are_apart_however_they_are_said(mixers):
     model, ids = tiny(mixers), prompt(1, 12)

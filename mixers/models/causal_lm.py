@@ -21,7 +21,7 @@ from dsf.mixers._states import put, reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_for, takes
-from dsf.mixers.models.parts import RMSNorm, SwiGLU, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
 from dsf.mixers.models.states import ModelState, check_fit, check_state, recurrence_of, sequences_of
@@ -335,10 +335,7 @@ class CausalLM(nn.Module):
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
         if ids.shape[1] == 0:
             raise InputError("ids has no tokens")
-        if labels is not None and labels.shape != ids.shape:
-            raise InputError(f"labels: expected the shape of ids, {tuple(ids.shape)}, got {tuple(labels.shape)}")
-        if labels is not None and (labels.is_floating_point() or labels.dtype == torch.bool):
-            raise InputError(f"labels: expected integers [B, T], got {labels.dtype}")
+        check_labels(labels, ids.shape)
         if cu_seqlens is not None:
             check_row(type(self).__name__, cu_seqlens, ids.shape[0])
 
@@ -357,7 +354,7 @@ def targets_of(
     if labels is not None and moved is not None:
         raise InputError("labels and shift_labels are both given; shift_labels are labels that were moved on already")
     if labels is None:
-        return moved
+        return None if moved is None else moved.long()
     refuse_shared(model)
     return next_labels(labels, cu_seqlens)
 

@@ -21,6 +21,7 @@ from dsf.kernels.entropy import launched, row_entropies
 from dsf.kernels.norm import added_norm_and_maps, added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.product import few
+from dsf.language.errors import InputError
 from dsf.mixers._beside import Made, hooked, lay, outputs, parts_of, weight_for, whole_of
 
 if TYPE_CHECKING:
@@ -166,9 +167,17 @@ class SwiGLU(nn.Module):
         return self.down_proj(gated(up, gate)) if down is None else gated(up, gate, then=down)
 
 
+def check_labels(labels: Tensor | None, shape: torch.Size) -> None:
+    """Refuse labels that are no integers of the shape of ids. Raises InputError."""
+    if labels is not None and labels.shape != shape:
+        raise InputError(f"labels: expected the shape of ids, {tuple(shape)}, got {tuple(labels.shape)}")
+    if labels is not None and (labels.is_floating_point() or labels.dtype == torch.bool):
+        raise InputError(f"labels: expected integers [B, T], got {labels.dtype}")
+
+
 def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
-    """Each token's target: the next label, IGNORED for the last token of a sequence. [B, T] -> [B, T]."""
-    after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    """Each token's target: the next label, IGNORED for the last token of a sequence. [B, T] -> int64 [B, T]."""
+    after = F.pad(labels[:, 1:].long(), (0, 1), value=IGNORED)
     if isinstance(cu_seqlens, Packing):
         cu_seqlens = cu_seqlens.on(labels.device)
     if cu_seqlens is None or cu_seqlens.shape[0] <= 2:
