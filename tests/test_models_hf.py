@@ -14,7 +14,7 @@ import dsf
 transformers = pytest.importorskip("transformers")
 
 from tiny_models import by_whole_sequences  # noqa: E402
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, modeling_utils  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache, modeling_utils  # noqa: E402
 
 import dsf.models.hf as hf  # noqa: E402
 from dsf.mixers import SoftmaxAttention  # noqa: E402
@@ -226,6 +226,15 @@ def test_a_cache_goes_on_and_a_copy_of_it_too(mixers):
         assert torch.allclose(one[0, 0], model(torch.cat([ids[1:], ids[1:, :1]], 1)).logits[0, -1], rtol=0, atol=1e-9)
         cache.reset()
         assert torch.allclose(model(ids, past_key_values=cache).logits, whole, rtol=0, atol=1e-9)
+
+
+@EACH
+def test_generate_takes_the_caches_that_transformers_makes_of_a_configuration(mixers):
+    """Those of models of recurrent layers alone have layers that do not count their tokens."""
+    model, ids = tiny(mixers), prompt()
+    expected = generated(model, ids)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=40)):
+        assert torch.equal(generated(model, ids, **{hf.CACHE: cache}), expected)
 
 
 def test_a_static_cache_stays_where_it_is():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -368,6 +369,8 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = DsfCache(self.config, static=True)  # nobody else holds these states
+        elif isinstance(model_kwargs.get(CACHE), Cache):
+            states_of(model_kwargs[CACHE], self.config.n_layers)  # transformers' own layers may not count their tokens
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
