@@ -95,6 +95,17 @@ class Owner(Sized):
         lay(self.maps_beside())
         return self
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
+        """torch's, but constants of the meta device, which no state dict has, get values together with weights
+        (`assign=True`)."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        given = next((x.device for name, x in state_dict.items() if name.startswith(prefix)), None)
+        if given is not None and local_metadata.get("assign_to_params_buffers"):
+            for name, kind in self.kinds.items():
+                if kind == "constant" and getattr(self, name).is_meta:
+                    setattr(self, name, torch.empty_like(getattr(self, name), device=given))
+                    self._fill(name)
+
     def maps_beside(self) -> list[Any]:
         """The maps named in `beside` that this module has."""
         return [x for x in map(self._named, self.beside) if x is not None]

@@ -51,6 +51,17 @@ def owners(model):
 
 
 @ENTRIES
+def test_a_layer_made_without_memory_takes_the_weights_of_another(entry):
+    """Constants (slopes, LRU's C), which no state dict has, stayed on the meta device."""
+    one, x = moved(build(entry)), torch.randn(2, 5, 32)
+    with torch.device("meta"):
+        other = entry.module(d_model=32)
+    other.load_state_dict(copy.deepcopy(one.state_dict()), assign=True)
+    assert not any(tensor.is_meta for tensor in (*other.parameters(), *other.buffers()))
+    torch.testing.assert_close(other(x)[0], one(x)[0])
+
+
+@ENTRIES
 @pytest.mark.parametrize("backwards", [False, True], ids=["parents first", "children first"])
 def test_a_layer_made_without_memory_starts_as_a_fresh_one(entry, backwards):
     fresh = build(entry)

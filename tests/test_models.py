@@ -476,6 +476,27 @@ def test_ids_and_labels_of_no_integers_are_refused():
     assert torch.equal(model(ids.int()).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize(
+    "names", [{"lm_head.weight"}, {"model.embed_tokens.weight"}, set()], ids=["embedding", "head", "both"]
+)
+def test_a_tied_head_stays_tied_where_weights_are_assigned(names):
+    """Head and embedding became two parameters of one memory, each with a part of the gradient, which both moved."""
+    model = CausalLM(tiny(["retnet"]))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    count, ids = model.parameter_count(), torch.randint(7, (2, 5))
+    with torch.device("meta"):
+        other = CausalLM(model.config)
+    for name in names:
+        del weights[name]
+    other.load_state_dict(weights, strict=not names, assign=True)
+    assert other.lm_head.weight is other.model.embed_tokens.weight and other.parameter_count() == count
+    assert torch.equal(other(ids).logits, model(ids).logits)
+    weights["model.norm.weight"] = weights["model.norm.weight"][:3]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict(weights, strict=False, assign=True)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
 def test_labels_may_be_integers_of_any_size(fused):
     """Ids were taken as int32, and the same tensor as labels ended in an error of torch's."""

@@ -229,7 +229,13 @@ class CausalLM(nn.Module):
                 "the weights have a head of their own, lm_head.weight, and this model's is its embedding: make it with "
                 "tie_embeddings=False"
             )
-        return super().load_state_dict(state_dict, strict, assign)
+        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            if tied:  # assign=True gave each a parameter of its own
+                given = self.lm_head if embedding is None and head is not None else self.model.embed_tokens
+                self.lm_head.weight = self.model.embed_tokens.weight = given.weight
 
     def forward(
         self,
