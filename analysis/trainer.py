@@ -146,8 +146,7 @@ class _Trainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Keep a line of the log without printing it. Raises DsfError for a loss that is not finite."""
         super().log(logs, *args, **kwargs)
-        loss = logs.get("loss")
-        if loss is not None and not math.isfinite(loss):
+        if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "eval_loss")):
             raise DsfError(f"the loss is not finite after {self.state.global_step} steps; try a smaller --lr")
 
 

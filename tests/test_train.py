@@ -76,6 +76,13 @@ def test_a_run_is_trained_saved_and_opened(folder):
     assert opened.exit_code == 0 and "2 mixers ran as recurrences" in " ".join(opened.output.split())
 
 
+def test_a_last_step_that_breaks_the_model_is_no_success(folder):
+    """No loss of training was of the model behind it."""
+    done = command(folder, "--lr", "1e30", mixer="s6", steps=2)
+    assert done.exit_code == 2 and "the loss is not finite after 2 steps; try a smaller --lr" in done.output
+    assert not (folder / "run/model.safetensors").exists()
+
+
 def test_a_run_is_opened_with_its_own_copy_of_the_recurrence(folder, monkeypatch):
     assert command(folder, steps=1).exit_code == 0
     ids = torch.arange(24)[None]
