@@ -160,6 +160,21 @@ def test_a_model_learns_and_checkpointing_changes_nothing(mixers):
     assert abs(start - math.log(31)) < 0.3 and loss.item() < start - 0.8
 
 
+@pytest.mark.parametrize("mixers", PATTERNS, ids="+".join)
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"early_stop": False}], ids=str)
+def test_gradients_go_through_the_states_of_checkpointed_blocks(mixers, options):
+    """Those of torch's reentrant checkpoint ended where a call went on from a state."""
+    model, ids = CausalLM(tiny(mixers)).double(), ids_of(2, 11)
+    model(ids).logits[:, 4:].square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.enable_gradient_checkpointing(**options)
+    first = model(ids[:, :4])
+    model(ids[:, 4:], state=first.state).logits.square().sum().backward()
+    for found, wanted in zip((p.grad for p in model.parameters()), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
 def test_weight_decay_leaves_rates_and_vectors_alone():
     model = CausalLM(tiny(["gated_deltanet", "s6"]))
     apart = dsf.models.undecayed_names(model)

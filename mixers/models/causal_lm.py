@@ -24,7 +24,7 @@ from dsf.mixers.models.naming import constructor_of, layer_for, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
-from dsf.mixers.models.states import ModelState, check_fit, check_state, recurrence_of, sequences_of
+from dsf.mixers.models.states import ModelState, check_fit, check_state, checkpointed, recurrence_of, sequences_of
 from dsf.mixers.models.weights import undecayed_names
 
 Turn = tuple[Tensor, Tensor]  # cos, sin
@@ -156,7 +156,7 @@ class Backbone(nn.Module):
                 kind = (block.mixer.dims[1], block.mixer.rope_base)
                 turn = turns[kind] = turns.get(kind) or block.mixer.turns(x, before, cu_seqlens)
             if self.training and block.gradient_checkpointing:
-                x, new = block._gradient_checkpointing_func(block.__call__, x, before, cu_seqlens, turn, keep, in_place)
+                x, new = checkpointed(block, x, before, cu_seqlens, turn, keep, in_place)
             elif open_ended:
                 (x, late), new = block(x, before, cu_seqlens, turn, keep, in_place, late, True)
             else:
@@ -293,7 +293,8 @@ class CausalLM(nn.Module):
 
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
         """The state with attention's keys and values in memory for `tokens` of a sequence in all, where steps with
-        in_place=True leave them; other states are contiguous. Raises InputError for a state of another model."""
+        in_place=True leave them; other states are contiguous, and those of `state` where they were. Raises InputError
+        for a state of another model."""
         mixers = [block.mixer for block in self.model._blocks()]
         check_state(state, mixers, None)
         return state.renewed(reserved(mixer, s, tokens) for mixer, s in zip(mixers, state.layers, strict=True))
@@ -319,7 +320,7 @@ class CausalLM(nn.Module):
         """
         for block in self.model._blocks():
             block.gradient_checkpointing = on
-            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **options)
+            block._gradient_checkpointing_func = partial(checkpoint, **{"use_reentrant": False, **options})
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay: rates, biases, norms, but not embeddings."""

@@ -64,6 +64,25 @@ def sequences_of(cu_seqlens: Tensor | Packing) -> int:
     return len(cu_seqlens) if isinstance(cu_seqlens, Packing) else cu_seqlens.shape[0] - 1
 
 
+def checkpointed(block: Any, x: Tensor, state: Any, *more: Any) -> tuple[Tensor, Any]:
+    """What a block makes of x and a mixer's state by its checkpointing function, with gradients through both states."""
+    again = block._gradient_checkpointing_func
+    if not getattr(again, "keywords", {}).get("use_reentrant"):
+        found: tuple[Tensor, Any] = again(block.__call__, x, state, *more)
+        return found
+    leaves, form = pytree.tree_flatten(state)  # this kind gives gradients to tensors that are arguments themselves
+    forms: list[Any] = []
+
+    def apart(x: Tensor, *leaves: Any) -> tuple[Any, ...]:
+        y, after = block(x, pytree.tree_unflatten(leaves, form), *more)
+        parts, made = pytree.tree_flatten(after)
+        forms[:] = [made]
+        return y, *parts
+
+    y, *parts = again(apart, x, *leaves)
+    return y, pytree.tree_unflatten(parts, forms[0])
+
+
 class Kept:
     """A mixer's state of any kind between calls, and its number of tokens.
 
