@@ -353,12 +353,22 @@ def test_mixers_are_kept_by_name(tmp_path: Path):
         ({"d_model": -1}, "d_model = -1"),
         ({"d_modell": 3}, "no field 'd_modell'; did you mean 'd_model'"),
         ({"mixer_options": {"s6": {}}}, "mixer_options has 's6'"),
+        ({"mixer_options": {"gla": {}, "GLA": {}}, "mixers": "gla"}, "mixer_options has gla twice"),
+        ({"mixer_options": {"gla": {"d_model": 8}}, "mixers": "gla"}, "gla gets d_model = "),
         ({"mixers": 3}, "mixers"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_in_words(fields, words):
     with pytest.raises(dsf.InputError, match=words):
         tiny(**fields)
+
+
+def test_options_that_json_does_not_have_are_refused_where_it_is_written(tmp_path):
+    config = tiny(["ssd"], mixer_options={"ssd": {"headdim": 8, "dtype": torch.bfloat16}})
+    assert CausalLM(config).model.layers[0].mixer.in_proj.weight.dtype == torch.bfloat16
+    with pytest.raises(dsf.InputError, match=r"cannot be JSON: .*dtype"):
+        config.to_json(tmp_path / "config.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_options_and_sizes_are_refused():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic_core import PydanticSerializationError
 
 from dsf.language.errors import InputError
 from dsf.mixers._sizes import heads_to_try
@@ -75,7 +76,13 @@ class ModelConfig(BaseModel):
     def _options_by_name(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {mixer_name(mixer): _as_read(options) for mixer, options in given.items()}
+        found: dict[str, Any] = {}
+        for mixer, options in given.items():
+            name = mixer_name(mixer)
+            if name in found:
+                raise ValueError(f"mixer_options has {name} twice, by two of its names; give one, with all options")
+            found[name] = _as_read(options)
+        return found
 
     @field_serializer("mixers")
     def _as_list(self, mixers: tuple[str, ...]) -> list[str]:
@@ -94,6 +101,8 @@ class ModelConfig(BaseModel):
         if unused:
             raise ValueError(f"mixer_options has {unused[0]!r}, which mixers does not have: {', '.join(self.mixers)}")
         for name, options in self.mixer_options.items():
+            if "d_model" in options:
+                raise ValueError(f"mixer_options: {name} gets d_model = {self.d_model} of the model, and no other")
             given = options.get("n_heads")
             if given is not None and (not hasattr(given, "__index__") or given < 1):
                 raise ValueError(
@@ -137,8 +146,12 @@ class ModelConfig(BaseModel):
         return ModelConfig(**{**self.model_dump(), **fields})
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The configuration as JSON text, written whole to `path` if one is given."""
-        text = self.model_dump_json(indent=2)
+        """The configuration as JSON text, written whole to `path` if one is given. Raises InputError for options that
+        JSON does not have, such as tensors."""
+        try:
+            text = self.model_dump_json(indent=2)
+        except PydanticSerializationError as error:
+            raise InputError(f"the model's configuration cannot be JSON: {error}") from error
         if path is not None:
             whole_file(Path(path), lambda other: other.write_text(text + "\n", encoding="utf-8"))
         return text
