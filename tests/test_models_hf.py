@@ -229,6 +229,18 @@ def test_a_cache_goes_on_and_a_copy_of_it_too(mixers):
 
 
 @EACH
+def test_gradients_go_through_the_states_of_a_static_cache(mixers):
+    model, ids = tiny(mixers), prompt()
+    found = []
+    for parts in ((slice(None),), (slice(0, 3), slice(3, 6), slice(6, None))):
+        cache = hf.DsfCache(model.config, static=True)
+        last = [model(ids[:, part], past_key_values=cache, use_cache=True) for part in parts][-1]
+        found.append(torch.autograd.grad(last.logits[:, -3:].square().sum(), list(model.parameters())))
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-7, atol=1e-9)
+
+
+@EACH
 def test_generate_takes_the_caches_that_transformers_makes_of_a_configuration(mixers):
     """Those of models of recurrent layers alone have layers that do not count their tokens."""
     model, ids = tiny(mixers), prompt()

@@ -87,7 +87,8 @@ class Kept:
     """A mixer's state of any kind between calls, and its number of tokens.
 
     static: later states take the memory of the first, where a captured graph reads them: decode steps write there, what
-    other calls return is copied. Attention's keys and values move in the first step, and where their memory is full.
+    other calls return is copied, unless it has gradients. Attention's keys and values move in the first step, and where
+    their memory is full.
     """
 
     begun = False  # whether every sequence's last place had a token
@@ -104,7 +105,9 @@ class Kept:
             return
         self.begun = padding is None or padding.begun
         held = self.state
-        self.state = put(held, state) if self.static and held is not None and same_shapes(held, state) else state
+        over = self.static and held is not None and same_shapes(held, state)
+        over = over and not any(x.requires_grad for x in tensors_of((held, state)))  # a backward pass reads the old one
+        self.state = put(held, state) if over else state
         self.is_initialized = True
 
     def each(self, function: Callable[[Tensor], Tensor]) -> None:
