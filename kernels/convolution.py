@@ -178,7 +178,8 @@ def _torch(
     if cu_seqlens is None:
         padded = torch.cat([state, x], dim=2)
         y = F.conv1d(padded, weight, bias, groups=channels)
-        return y.transpose(1, 2), padded[..., padded.shape[2] - past :]
+        last = padded[..., padded.shape[2] - past :]
+        return y.transpose(1, 2), last if x.shape[2] == 1 else last.clone()  # a view would keep all of x
     padded, output, final = _packed(x, state, cu_seqlens.to(x.device, torch.long))
     return F.conv1d(padded, weight, bias, groups=channels)[..., output].transpose(1, 2), final
 

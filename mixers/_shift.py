@@ -31,7 +31,8 @@ class TokenShift(nn.Module):
         first = x.new_zeros(rows, x.shape[2]) if state is None else state[..., 0].to(x.dtype)
         if cu_seqlens is None:
             past = torch.cat([first.unsqueeze(1), x], dim=1)
-            return past[:, :-1], past[:, -1].unsqueeze(-1)
+            last = past[:, -1] if x.shape[1] == 1 else x[:, -1].clone()  # a view would keep all of x
+            return past[:, :-1], last.unsqueeze(-1)
         begin, end = cu_seqlens[:-1].to(x.device, torch.long), cu_seqlens[1:].to(x.device, torch.long)
         # One spare place: where a sequence is empty at the end of the row, its first token would be at T.
         shifted = torch.cat([x[:, :1], x], dim=1)

@@ -368,6 +368,17 @@ def test_the_way_out_of_padding_works():
     torch.testing.assert_close(y[:, 3:], layer(x[1:, :4])[0])
 
 
+@ENTRIES
+@pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
+def test_a_state_keeps_no_tokens_in_memory(entry, reverse):
+    """The window of a convolution was a view of all tokens: those of a prompt stayed as long as its state."""
+    layer = build(entry)
+    _, state = layer(torch.randn(2, 60, 32), reverse=reverse)
+    for part in (state.conv, state.recurrent, state.position):
+        if isinstance(part, torch.Tensor):
+            assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
 @pytest.mark.parametrize("name", ["rwkv4", "rwkv7", "retnet", "kda", "mamba3"])
 def test_empty_sequences_in_a_packed_row_keep_their_state(name):
     layer, cuts = moved(build(mixers.get(name))).double(), [0, 0, 4, 4, 9, 9]
