@@ -254,7 +254,8 @@ class Mixer(Owner, Divided):
                 f"{type(self).__name__}.step: in_place overwrites what a gradient would need; use torch.no_grad()"
             )
         before = state
-        inputs, side, state = self._prepare(x.unsqueeze(1), before, None, tokens, in_place=in_place)
+        early = in_place and not tokens  # what `arguments` may refuse must find the window as it was
+        inputs, side, state = self._prepare(x.unsqueeze(1), before, None, tokens, in_place=early)
         inputs = {
             i.name: inputs[i.name].squeeze(1) if i.kind.time else inputs[i.name] for i in self.recurrence.spec.inputs
         }

@@ -357,3 +357,27 @@ def test_weights_are_read_ahead_only_behind_a_launch_of_the_model(monkeypatch):
         model.step(torch.tensor([3]), model(torch.tensor([[1, 2]])).state)
         assert seen[0] is not hooked
         model.model.layers[0].mixer.register_forward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "rg_lru", "rwkv7"])
+def test_a_refused_step_leaves_the_state_as_it_was(name):
+    """The window of the convolution had moved on, so that the step that was meant went on from another state."""
+    layer, x = mixers.layer_for(name, 16).double(), torch.randn(2, 6, 16, dtype=torch.float64)
+    with torch.no_grad():
+        (whole, _), (_, state) = layer(x), layer(x[:, :4])
+        state = layer.step(x[:, 4], state, in_place=True)[1]
+        with pytest.raises((TypeError, dsf.InputError)):
+            layer.step(x[:, 5], state, in_place=True, tokens=torch.zeros(2))
+        assert torch.allclose(layer.step(x[:, 5], state, in_place=True)[0], whole[:, 5], rtol=0, atol=1e-9)
+
+
+def test_a_step_in_place_takes_tensors_of_the_token():
+    layer, x = mixers.RGLRU(16).double(), torch.randn(2, 6, 16, dtype=torch.float64)
+    reset = torch.tensor([[0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0]])
+    with torch.no_grad():
+        (whole, _), (_, state) = layer(x, reset=reset), layer(x[:, :2], reset=reset[:, :2])
+        places = [part.data_ptr() for part in (state.conv, state.recurrent)]
+        for t in range(2, 6):
+            y, state = layer.step(x[:, t], state, in_place=True, reset=reset[:, t])
+            assert torch.allclose(y, whole[:, t], rtol=0, atol=1e-9)
+        assert places == [part.data_ptr() for part in (state.conv, state.recurrent)]
