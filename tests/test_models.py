@@ -237,8 +237,10 @@ def test_no_sequence_is_predicted_from_the_one_before_it():
 
 def test_generate_takes_the_likeliest_and_leaves_the_mode():
     model, ids = CausalLM(tiny(HYBRID)), ids_of(2, 5)
+    frozen = model.model.layers[1].eval()
     found = model.generate(ids, 6)
-    assert model.training and torch.equal(found[:, :5], ids)
+    assert model.training and model.model.layers[0].training and torch.equal(found[:, :5], ids)
+    assert not any(module.training for module in frozen.modules())
     model.eval()
     for t in range(5, 11):
         assert torch.equal(model(found[:, :t]).logits[:, -1].argmax(-1), found[:, t])
@@ -252,7 +254,7 @@ def test_generate_draws_from_the_likeliest_k():
     assert drawn <= set(likely) and len(drawn) > 1
     again = [model.generate(ids, 8, 1.0, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
     assert torch.equal(*again)
-    for arguments in ((-1,), (1, -1.0), (1, 1.0, 0)):
+    for arguments in ((-1,), (1, -1.0), (1, 1.0, 0), (2.5,), (1, math.nan), (1, 1.0, 2.5)):
         with pytest.raises(dsf.InputError):
             model.generate(ids, *arguments)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -116,13 +116,13 @@ def sample(
     and values have doubled. Raises InputError for a negative n or temperature, for top_k below 1, and for graph=True on
     a CPU.
     """
-    if n < 0:
+    if not _whole(n) or n < 0:
         raise InputError(f"n = {n}: expected a number of tokens")
-    if temperature < 0:
+    if not temperature >= 0:
         raise InputError(f"temperature = {temperature}: expected 0 (the likeliest token) or more")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"top_k = {top_k}: expected at least 1")
-    training = model.training
+    if top_k is not None and (not _whole(top_k) or top_k < 1):
+        raise InputError(f"top_k = {top_k}: expected a whole number of at least 1")
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         found, state, last, step = [ids], None, ids, None
@@ -140,4 +140,9 @@ def sample(
             found.append(last)
         return torch.cat(found, dim=1)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _whole(number: Any) -> bool:
+    return hasattr(number, "__index__")
