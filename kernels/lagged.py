@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.operators import reduce_to, refuse_second_order
+from dsf.kernels.operators import broadcast_shape, reduce_to, refuse_second_order
 
 
 def _lagged(decay: Tensor) -> list[Tensor]:
@@ -28,9 +28,9 @@ class _Lagged:
     def __init__(self, decay: Tensor) -> None:
         self.decay, self.products, self.length = decay, _lagged(decay), decay.shape[-2]
 
-    def _lead(self, *shapes: torch.Size) -> torch.Size:
+    def _lead(self, *shapes: torch.Size) -> tuple[int, ...]:
         """The broadcast leading axes of these and of the decays."""
-        return torch.broadcast_shapes(*shapes, self.decay.shape[:-2])
+        return broadcast_shape(*shapes, self.decay.shape[:-2])
 
     def read(self, w: Tensor, x: Tensor) -> Tensor:
         """The gradient by y: Σ_j w[i, r, j, g] D[i, j] ⊙ x[j, g]."""

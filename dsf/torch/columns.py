@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import broadcast_shape
 from dsf.language.expr import KEY, VALUE, Expr, const
 from dsf.language.frame import Leaf
 from dsf.language.spec import Spec
@@ -55,7 +56,7 @@ def state_columns(spec: Spec, n: int, keys: int, p: int) -> int:
 
 def beside(num: Tensor, den: Tensor, layout: Columns) -> Tensor:
     """num [..., p] and den [..., den] concatenated along the last axis."""
-    lead = torch.broadcast_shapes(num.shape[:-1], den.shape[:-1])
+    lead = broadcast_shape(num.shape[:-1], den.shape[:-1])
     return torch.cat([num.expand(*lead, layout.p), den.expand(*lead, layout.den)], dim=-1)
 
 

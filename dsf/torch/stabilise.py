@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import broadcast_shape
 from dsf.kernels.problem import Problem
 from dsf.language.expr import KEY, VALUE, const
 from dsf.language.spec import Row, Spec
@@ -99,7 +100,7 @@ def running_maximum(
     log = log[..., : layout.p].clamp(min=FLOOR)  # the den columns repeat the num columns
     if KEY not in spec.gain_axes:
         log = log.amax(-2, keepdim=True)
-    gain = gain.expand(*torch.broadcast_shapes(gain.shape, log.shape))
+    gain = gain.expand(broadcast_shape(gain.shape, log.shape))
     if log.shape[1] == 1:  # of Params: the same every row
         rows = torch.arange(1, gain.shape[1] + 1, dtype=log.dtype, device=log.device)
         drift = log * rows.view(-1, 1, 1, 1)
