@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import dsf
 from dsf.language.errors import TraceError
 from dsf.language.expr import BY_TORCH, COMPARISONS, KEY, REDUCTIONS, VALUE, Expr, children_first, const
-from dsf.language.primitives import PRIMITIVES, derivatives, log_of
+from dsf.language.primitives import PRIMITIVES, _Sloped, derivatives, log_of
 from dsf.torch.evaluate import Evaluator
 
 N, P = 3, 2
@@ -308,3 +309,29 @@ def test_orders_are_integers_of_at_least_zero(order):
 def test_where_takes_comparisons(condition):
     with pytest.raises(TraceError, match="where needs a comparison"):
         dsf.where(condition, K, V)
+
+
+@pytest.mark.parametrize("function", [dsf.sigmoid, dsf.tanh, dsf.expm1], ids=lambda f: f.__name__)
+def test_derivatives_that_nobody_can_ask_for_take_no_graph(
+    function: Callable[[Expr], Expr], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch.func and forward mode ask for without a graph is exact where functions saturate, too."""
+    node = leaf("x", AXES["s"])
+    x = torch.tensor([-30.0, -1.0, 1.0, 12.0], dtype=torch.float64)
+
+    def evaluate(x: Tensor) -> Tensor:
+        return Evaluator({node: x.view(1, -1, 1, 1, 1)}, 1, 1)(function(node)).flatten()
+
+    leaf_of_graph = x.clone().requires_grad_()
+    assert evaluate(leaf_of_graph).grad_fn is not None
+    with torch.no_grad():
+        with monkeypatch.context() as changed:
+            changed.setattr(_Sloped, "apply", None)
+            assert evaluate(leaf_of_graph).equal(evaluate(x))
+        want = SLOPES[function.__name__](x)
+        along = torch.func.jvp(evaluate, (x,), (torch.ones_like(x),))[1]
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(evaluate(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    side_by_side = torch.func.grad(lambda x: torch.func.vmap(evaluate)(x).sum())(x)
+    for found in (along, dual, side_by_side):
+        torch.testing.assert_close(found, want, rtol=1e-13, atol=0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsf.language.expr import KEY, REDUCTIONS, Expr, children_first, const, reduction
 from dsf.language.functions import (
@@ -181,19 +182,25 @@ class _Sloped(torch.autograd.Function):
 setattr(_Sloped.forward, "__signature__", inspect.signature(_Sloped.forward))  # noqa: B010
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    found: Tensor = _Sloped.apply(x, torch.sigmoid, _sigmoid_slope)
+def _sloped(x: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
+    """value(x); nothing is kept for a derivative that nobody can ask for, as in the backward pass of another."""
+    kept = x.requires_grad and torch.is_grad_enabled()
+    if not (kept or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
+        return value(x)
+    found: Tensor = _Sloped.apply(x, value, slope)
     return found
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return _sloped(x, torch.sigmoid, _sigmoid_slope)
 
 
 def _tanh(x: Tensor) -> Tensor:
-    found: Tensor = _Sloped.apply(x, torch.tanh, _tanh_slope)
-    return found
+    return _sloped(x, torch.tanh, _tanh_slope)
 
 
 def _expm1(x: Tensor) -> Tensor:
-    found: Tensor = _Sloped.apply(x, torch.expm1, torch.exp)
-    return found
+    return _sloped(x, torch.expm1, torch.exp)
 
 
 def _softplus(x: Tensor) -> Tensor:
