@@ -35,7 +35,8 @@ INTEGERS = {"int32", "int64"}  # which numpy, too, brings to the wider one
 KINDS = {  # quotients of float16 are float32
     "truediv": {"fp32", "fp64"}, "floordiv": INTEGERS, "mod": INTEGERS, "xor_": INTEGERS,
 }  # fmt: skip
-BOOLEAN, EVERY = np.dtype(bool), slice(None)
+BOOLEAN = np.dtype(bool)
+NEW, HANDLE, TENSOR = object.__new__, private.Handle, tl.tensor
 REPEATED = {"fp16", "fp32", "fp64", *INTEGERS}
 _swapped: list[tuple[Any, str, Any, Any]] = []
 
@@ -160,9 +161,10 @@ def _share_types() -> None:
     def filled(self: Any, handle: Any, kind: Any) -> None:
         if "filled" not in kind.__dict__:
             fill(self, None, kind)
-            kind.filled = dict(self.__dict__)
-        self.__dict__.update(kind.filled)
+            assert set(self.__dict__) == {"handle", "shape", "numel", "type", "dtype"}  # all that _block sets, too
+            kind.filled = self.shape, self.numel, self.type, self.dtype
         self.handle = handle
+        self.shape, self.numel, self.type, self.dtype = kind.filled
 
     def same(self: Any, other: Any) -> bool:
         return self is other or (self.name == other.name if isinstance(other, tl.dtype) else equal(self, other))
@@ -278,8 +280,15 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
         return _block(data, dtype, kind) if data.dtype is numbers or data.dtype == numbers else None
 
     def of_two(x: Any, y: Any, _semantic: Any = None) -> Any:
-        y = y.value if type(y) is number else y
-        way = known.get((x.type.name, y.type.name if type(y) is tensor else name_of(y)))
+        if type(y) is tensor:
+            way = known.get((x.type.name, y.type.name))
+            if way is not None and not way[5]:
+                data = op(x.handle.data, y.handle.data)
+                if data.dtype is way[2]:
+                    return _block(data, way[1], way[0])
+        else:
+            y = y.value if type(y) is number else y
+            way = known.get((x.type.name, name_of(y)))
         found = None if way is None else played(x, y, *way)
         return repeated(private.semantic(), x, y, *checked) if found is None else found
 
@@ -309,9 +318,9 @@ def _extreme(operation: Callable[..., Any], op: Any) -> Callable[..., Any]:
 
 def _block(data: np.ndarray, dtype: Any, kind: Any) -> Any:
     """A tensor of that type with these numbers, whose size is not checked again. kind: of a tensor that there was."""
-    handle, found = object.__new__(private.Handle), object.__new__(tl.tensor)
-    handle.data, handle.dtype, handle.attr = data, dtype, {}
-    found.__dict__ = {**kind.filled, "handle": handle}
+    handle, found = NEW(HANDLE), NEW(TENSOR)
+    handle.data, handle.dtype, handle.attr, found.handle = data, dtype, {}, handle
+    found.shape, found.numel, found.type, found.dtype = kind.filled
     return found
 
 
@@ -384,10 +393,17 @@ def _indexed(member: Callable[..., Any]) -> Callable[..., Any]:
     inner, known = getattr(member, "__wrapped__", member), dict[Any, Any]()
 
     def indexed(x: Any, places: Any, _semantic: Any = None) -> Any:
-        data, plain = x.handle.data, type(places) is tuple and all(place is None or place == EVERY for place in places)
-        if not plain or data.ndim != len(places) - places.count(None):
+        data, way_there, kept = x.handle.data, 1, 0  # in binary digits: 1, then 0 for each None, 1 for each axis
+        for place in places if type(places) is tuple else (0,):
+            if place is None:
+                way_there *= 2
+            elif type(place) is slice and place.start is None and place.stop is None and place.step is None:
+                way_there, kept = 2 * way_there + 1, kept + 1
+            else:
+                return inner(x, places, _semantic=private.semantic())
+        if data.ndim != kept:
             return inner(x, places, _semantic=private.semantic())
-        key = (x.type.name, *(place is None for place in places))
+        key = (x.type.name, way_there)
         way = known.get(key)
         if way is None:
             found = inner(x, places, _semantic=private.semantic())

@@ -14,12 +14,18 @@ import triton.language as tl
 import triton_private as private
 
 Function = Callable[..., Any]
+TENSOR = tl.tensor
 FLOATS = {"fp32", "fp64"}  # of which alone Triton takes exponentials and the like
 
 
 def name_of(x: Any) -> Any:
     """What tells an operand's type, and a number of Python's: 0.0 is not -0.0, nor is True 1."""
-    return x.type.name if type(x) is tl.tensor else x if type(x) is int else (type(x), str(x))
+    kind = type(x)
+    if kind is TENSOR:
+        return x.type.name
+    if kind is int:
+        return x
+    return (kind, x) if kind is float and x and x == x else (kind, str(x))  # spelling takes longest
 
 
 @cache
@@ -238,10 +244,51 @@ def _gather(inner: Function, block: Function) -> Function:
     return called
 
 
+def _trans(inner: Function, block: Function) -> Function:
+    """Of a matrix, whose axes need not be named; of others as it is."""
+    known: dict[str, Any] = {}
+
+    def called(x: Any, *dims: Any, _semantic: Any = None) -> Any:
+        if dims or type(x) is not TENSOR or x.handle.data.ndim != 2:
+            return inner(x, *dims, _semantic=private.semantic())
+        way = known.get(x.type.name)
+        if way is None:
+            found = inner(x, _semantic=private.semantic())
+            known[x.type.name] = found.handle.dtype, found.type
+            return found
+        return block(x.handle.data.T, *way)
+
+    return called
+
+
+def _dot(inner: Function, block: Function) -> Function:
+    known: dict[Any, Any] = {}
+
+    def called(x: Any, y: Any, acc: Any = None, input_precision: Any = None, _semantic: Any = None, **more: Any) -> Any:
+        how = input_precision.value if type(input_precision) is tl.constexpr else input_precision
+        plain = type(x) is TENSOR and type(y) is TENSOR and (acc is None or type(acc) is TENSOR) and not more
+        if not plain:
+            return inner(x, y, acc, how, _semantic=private.semantic(), **more)
+        key = (x.type.name, y.type.name, None if acc is None else acc.type.name, how)
+        way = known.get(key)
+        if way is None:
+            with private.products() as asked:
+                found = inner(x, y, acc, how, _semantic=private.semantic())
+            _, _, added, *options = asked.pop()
+            added.data.flags.writeable = added.data.flags.writeable and acc is not None
+            known[key] = added, options, found.handle.dtype, found.type
+            return found
+        added, options, dtype, kind = way
+        product = private.semantic().builder.create_dot
+        return block(product(x.handle, y.handle, added if acc is None else acc.handle, *options).data, dtype, kind)
+
+    return called
+
+
 QUICK: dict[str, Callable[[Function, Function], Function]] = {
     "where": _where, "cast": _cast, "to": _cast, "load": _load, "store": _store, "full": _full, "arange": _arange,
     "exp": _of_one(np.exp), "exp2": _of_one(np.exp2), "log": _of_one(np.log), "log2": _of_one(np.log2),
     "sqrt": _of_one(np.sqrt), "sin": _of_one(np.sin), "cos": _of_one(np.cos), "maximum": _extreme("maximum"),
     "minimum": _extreme("minimum"), "broadcast_to": _moved(spread), "reshape": _moved(np.reshape),
-    "permute": _moved(np.transpose), "gather": _gather,
+    "permute": _moved(np.transpose), "gather": _gather, "trans": _trans, "dot": _dot,
 }  # fmt: skip

@@ -372,6 +372,41 @@ def test_a_hurried_interpreter_calls_functions_to_the_same_bits(dtype: torch.dty
     assert len({tuple(y.tolist()) for y in expected}) >= 4  # 1 may be 1.0, and Triton's zeros have no sign
 
 
+@triton.jit
+def multiply_all_ways(x, out, PRECISION: tl.constexpr):
+    """Products with and without what they are added to, in several precisions, of transposed blocks, too."""
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    a, b = tl.load(x + at), tl.load(x + 256 + at)
+    for i in range(3):
+        tl.store(out + i * 256 + at, tl.dot(a, tl.trans(b), input_precision=PRECISION))
+        a, b = tl.trans(b, 1, 0), a
+    total = tl.dot(a, b, input_precision="ieee") + tl.dot(a, b, out_dtype=tl.float32)
+    for _ in range(3):
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(tl.trans(a), b, acc=total)
+    tl.store(out + 768 + at, total)
+    tl.store(out + 1024 + at, tl.trans(tl.dot(a, b)))
+    cube = tl.reshape(a, (4, 4, 16))
+    tl.store(out + 1280 + at, tl.reshape(tl.trans(cube, 1, 0, 2), (16, 16)).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_hurried_interpreter_multiplies_to_the_same_bits(dtype: torch.dtype) -> None:
+    x = torch.randn(512).to(dtype)
+
+    def found(precision: str) -> torch.Tensor:
+        out = torch.zeros(1536)
+        multiply_all_ways[(1,)](x, out, PRECISION=precision)
+        return out
+
+    precisions = ("tf32", "tf32x3", "ieee")
+    with hurried.as_it_is():
+        expected = [found(precision) for precision in precisions]
+    for _ in range(2):  # found out, and remembered
+        assert all(torch.equal(found(precision), y) for precision, y in zip(precisions, expected, strict=True))
+    assert torch.equal(expected[0], expected[2]) == (dtype != torch.float32)
+
+
 def test_what_a_launch_puts_into_triton_s_language_goes_with_it() -> None:
     applied[(1,)](torch.ones(16), torch.empty(16), OF_ONE["sum"][0], SIZE=16)
     for owner in (tl, tl.core, tl.math, tl.tensor):

@@ -3,7 +3,8 @@
 A release of Triton that names one otherwise fails here. Pairs are an owner and the name of what tests put in its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import ismodule
 from typing import Any
@@ -84,6 +85,24 @@ def rewritten(function: Any) -> Callable[..., Any]:
 def semantic() -> Any:
     """What operations of a kernel are done by."""
     return interpreter.interpreter_semantic
+
+
+@contextmanager
+def products() -> Iterator[list[tuple[Any, ...]]]:
+    """What the builder is given for each product from now on."""
+    asked: list[tuple[Any, ...]] = []
+    builder = semantic().builder
+    product = builder.create_dot
+
+    def told(*args: Any) -> Any:
+        asked.append(args)
+        return product(*args)
+
+    builder.create_dot = told
+    try:
+        yield asked
+    finally:
+        del builder.create_dot
 
 
 def tensor_of(x: Any) -> Any:
