@@ -14,7 +14,7 @@ from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
-from triton.compiler.code_generator import ast_to_ttir
+from triton.compiler.code_generator import CodeGenerator, ast_to_ttir
 from triton.compiler.compiler import make_backend
 from triton.runtime import jit
 
@@ -50,11 +50,27 @@ def parsed(source):
     return ast.parse(source)
 
 
+class Function(NamedTuple):
+    """A function that was translated: what it returns, and the names of all that it is made of, its own too."""
+
+    returns: Any
+    made_of: frozenset[str]
+
+
+def functions_among(types):
+    """The functions among the constants that a function is translated for."""
+    for x in types:
+        yield from functions_among(getattr(x, "types", ()))
+        if hasattr(getattr(x, "value", None), "cache_key"):
+            yield x.value
+
+
 class FrontEnd:
     """Of the installed Triton."""
 
     def __init__(self, target=TARGET):
         self.target, self.backend = target, make_backend(target)
+        self.translated = {}  # functions by what Triton translates them for
 
     def asked(self, kernel, args, named):
         """kernel[grid](*args, **named). Tensors may be anything that has `dtype` and `data_ptr`."""
@@ -94,6 +110,45 @@ class FrontEnd:
         if not found.verify():  # later releases than 3.4 have seen to that
             raise RuntimeError("the intermediate code is not valid")
         return found
+
+    def functions(self, asked):
+        """The names of the functions that a kernel is made of, each of which is translated once for all kernels.
+
+        Raises what users would see. Later kernels find a function declared: what calls of it need is its type.
+        """
+        visit, inside, here = CodeGenerator.visit_FunctionDef, [set()], {}
+
+        class Returned(dict):
+            """What functions of the kernel return, which Triton reads where it calls one again."""
+
+            def __getitem__(self, name):
+                inside[-1].update(here[name])
+                return super().__getitem__(name)
+
+        def once(generator, node):
+            if generator.is_kernel:
+                generator.function_ret_types = Returned()
+                return visit(generator, node)
+            called, given = generator.jit_fn, generator.prototype
+            key = (generator.function_name, called.cache_key, generator.noinline, str(asked.options))
+            key += tuple(x.cache_key for x in functions_among(given.arg_types))
+            if key not in self.translated:
+                inside.append({f"{called.__module__}.{called.__qualname__}"})
+                visit(generator, node)
+                self.translated[key] = Function(generator.ret_type, frozenset(inside.pop()))
+            else:
+                builder, known = generator.builder, self.translated[key].returns
+                generator.ret_type, given.ret_types = known, list(getattr(known, "types", [known]))
+                generator.fn = builder.get_or_insert_function(
+                    generator.module, generator.function_name, given.serialize(builder), "private", generator.noinline
+                )
+                generator.module.push_back(generator.fn)
+            here[generator.function_name] = self.translated[key].made_of
+            inside[-1].update(here[generator.function_name])
+
+        with patch.object(CodeGenerator, "visit_FunctionDef", once):
+            self.code(asked)
+        return inside[0]
 
     def inlined(self, asked):
         """The code with all that it calls inlined, without what tells where it stood."""

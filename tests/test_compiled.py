@@ -9,7 +9,6 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
-import re
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +72,6 @@ from dsf.kernels.triton.operators import Scheduled, noted
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = kernels.__name__
-CALLED = re.compile(rf'tt\.func private @"?{re.escape(PACKAGE)}\.([\w.]+?)__')  # dots, the function's name, its types
 KNOWN = {}  # kernels that were compiled, by what they were compiled for: what they are made of
 
 
@@ -365,8 +363,8 @@ def compiled(x):
     """The functions that a launch's kernel is made of."""
     asked = front_end().of(x)
     if asked.key not in KNOWN:
-        kernel = f"{x.kernel.fn.__module__}.{x.kernel.__name__}".removeprefix(f"{PACKAGE}.")
-        KNOWN[asked.key] = {kernel, *CALLED.findall(front_end().code(asked).str_nodebug())}
+        found = {f"{x.kernel.fn.__module__}.{x.kernel.__name__}", *front_end().functions(asked)}
+        KNOWN[asked.key] = {name.removeprefix(f"{PACKAGE}.") for name in found}
     return KNOWN[asked.key]
 
 
