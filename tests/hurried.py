@@ -241,6 +241,7 @@ def _repeat_operations() -> None:
 def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
     """`operation` of the semantic; its attributes are operators of tensors, `of_two` and `of_two_turned`."""
     convert, known, tensor, number = getattr(*private.CONVERT), dict[Any, Any](), tl.tensor, tl.constexpr
+    pairs, first_of, second_of = dict[Any, Any](), dict[Any, Any](), dict[Any, Any]()  # of two tensors, or one number
     checked = (True,) if name in ("add", "sub", "mul") else ()
 
     def way_of(self: Any, x: Any, y: Any, found: Any) -> Any:
@@ -267,7 +268,15 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
         way = known.get(key, known)
         if way is known:
             found = operation(self, x, y, *more, **named)
-            known[key] = way_of(self, x, y, found)
+            way = known[key] = way_of(self, x, y, found)
+            if way is not None:
+                kind, dtype, numbers, first, second, size = way
+                if first is None and second is None:
+                    pairs[key] = kind, dtype, numbers, size
+                elif first is None:
+                    second_of[key] = kind, dtype, numbers, second
+                else:
+                    first_of[key] = kind, dtype, numbers, first
             return found
         found = None if way is None else played(x, y, *way)
         return operation(self, x, y, *more, **named) if found is None else found
@@ -281,25 +290,36 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
 
     def of_two(x: Any, y: Any, _semantic: Any = None) -> Any:
         if type(y) is tensor:
-            way = known.get((x.type.name, y.type.name))
-            if way is not None and not way[5]:
-                data = op(x.handle.data, y.handle.data)
-                if data.dtype is way[2]:
-                    return _block(data, way[1], way[0])
+            way = pairs.get((x.type.name, y.type.name))
+            if way is not None:
+                kind, dtype, numbers, size = way
+                data = y.handle.data
+                data = x.handle.data + size * data.astype(np.uint64) if size else op(x.handle.data, data)
+                if data.dtype is numbers:
+                    handle, found = NEW(HANDLE), NEW(TENSOR)  # _block, without a call
+                    handle.data, handle.dtype, handle.attr, found.handle = data, dtype, {}, handle
+                    found.shape, found.numel, found.type, found.dtype = kind.filled
+                    return found
         else:
             y = y.value if type(y) is number else y
-            way = known.get((x.type.name, name_of(y)))
-        found = None if way is None else played(x, y, *way)
-        return repeated(private.semantic(), x, y, *checked) if found is None else found
+            way = second_of.get((x.type.name, y if type(y) is int else name_of(y)))
+            if way is not None:
+                data = op(x.handle.data, way[3])
+                if data.dtype is way[2]:
+                    return _block(data, way[1], way[0])
+        return repeated(private.semantic(), x, y, *checked)
 
     def of_two_turned(x: Any, y: Any, _semantic: Any = None) -> Any:
         return of_two(y, x) if type(y) is tensor else turned(x, y.value if type(y) is number else y)
 
     def turned(y: Any, x: Any) -> Any:
         """x is a number of Python's."""
-        way = known.get((name_of(x), y.type.name))
-        found = None if way is None else played(x, y, *way)
-        return repeated(private.semantic(), x, y, *checked) if found is None else found
+        way = first_of.get((name_of(x), y.type.name))
+        if way is not None:
+            data = op(way[3], y.handle.data)
+            if data.dtype is way[2]:
+                return _block(data, way[1], way[0])
+        return repeated(private.semantic(), x, y, *checked)
 
     repeated.of_two, repeated.of_two_turned = of_two, of_two_turned  # type: ignore[attr-defined]
     return repeated
