@@ -63,6 +63,16 @@ def result(text, own):
     return engine.compare([*NAMES, f"{own}:leaky"], text, SETUP, workers=1, protocol=PROTOCOL)
 
 
+@pytest.fixture(scope="module")
+def page(result):
+    """Its builder, and the page."""
+    pytest.importorskip("matplotlib")
+    from dsf.analysis.compare.page import Builder
+
+    builder = Builder(result)
+    return builder, builder.build().html()
+
+
 def test_every_mixer_has_a_whole_record(result):
     data = json.loads(json.dumps(result.to_dict()))
     assert data["schema"] == "dsf.compare/2" and not data["failed"]
@@ -81,14 +91,13 @@ def test_every_mixer_has_a_whole_record(result):
         assert all(speed > 0 for speed in m["tokens_per_second"].values())
 
 
-def test_a_saved_comparison_is_drawn_again_as_it_was(result, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_a_saved_comparison_is_drawn_again_as_it_was(result, page, tmp_path):
     from dsf.analysis.compare.page import Builder
 
     report.write_json(tmp_path / "compare.json", result.to_dict())
     again = saved.load(tmp_path / "compare.json")
     assert report.finite(again.to_dict()) == report.finite(json.loads(json.dumps(result.to_dict())))
-    assert Builder(again).build().html() == Builder(result).build().html()
+    assert Builder(again).build().html() == page[1]
     report.write_json(tmp_path / "again.json", again.to_dict())
     assert (tmp_path / "again.json").read_text() == (tmp_path / "compare.json").read_text()
     of_setup, of_protocol = saved.settings(tmp_path / "compare.json")
@@ -318,12 +327,8 @@ def test_a_mixer_that_fails_is_listed_and_the_others_go_on(text, own):
     assert "broken" in found.failed and "not finite" in found.failed["broken"]
 
 
-def test_the_page_shows_every_mixer_and_loads_nothing(result):
-    pytest.importorskip("matplotlib")
-    from dsf.analysis.compare.page import Builder
-
-    builder = Builder(result)
-    html = builder.build().html()
+def test_the_page_shows_every_mixer_and_loads_nothing(result, page):
+    builder, html = page
     assert not re.search(r"https?:|src=\"(?!data:)|href=\"(?!#|data:)", html)
     assert [html.count(drawn) for drawn in builder.drawn.values()] == [1] * len(builder.figures())
     best_first = sorted(result.mixers, key=lambda m: m.equal.after.mean)
