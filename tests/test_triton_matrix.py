@@ -363,11 +363,13 @@ def test_a_decay_of_zero_forgets_and_keeps_its_gradient():
 
 
 @dsf.recurrence
-def erasing_by_channel(q: Key, k: Key, v: Value, b: Value) -> System:
-    return System(A=I - b * outer(k, k), B=k * v, C=q)
+def erasing_twice_by_channel(q: Key, k: Key, v: Value, b: Value) -> System:
+    return System(A=(I - b * outer(k, k)) @ (I - outer(q, q)), B=k * v, C=q)
 
 
-@pytest.mark.parametrize("recurrence", [erasing_by_channel, get("softmax_attention").recurrence], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recurrence", [erasing_twice_by_channel, get("softmax_attention").recurrence], ids=lambda r: r.name
+)
 def test_other_structures_are_refused_by_name(recurrence):
     given = {n: x.float() for n, x in sample(recurrence, tokens=20).items()}
     with pytest.raises(dsf.FormError, match="backend='triton' was asked for, but"):
