@@ -306,6 +306,7 @@ FAMILIES = {
             "mlstm, a token": of("mlstm", step),
             "pairs, a token": of(framed.turned_twice, step),
             "previous values, a token": of(framed.remembering, step),
+            "turns by float64": impulses,
             "readouts of layers": readouts,
         },
         ("functions", "pointwise.kernel", "tile"),
