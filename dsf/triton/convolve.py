@@ -10,34 +10,20 @@ import torch
 from torch import Tensor
 
 from dsf.call.bind import Bound, Sizes
-from dsf.language.derived import derived
-from dsf.language.invariant import Still, invariant
 from dsf.language.spec import Spec
 from dsf.triton import given, support
 from dsf.triton.choose import is_elsewhere
-from dsf.triton.source import Source, name_of
+from dsf.triton.source import Source
 
 LARGEST = 2048  # entries of a head's state
 Otherwise = Callable[[Bound], tuple[Tensor, Tensor]]
 
 
-@derived
 def program_of(spec: Spec) -> tuple[Source, str] | str:
-    """The printed file of a time-invariant spec and its name in the operators' registry, or why there is none."""
-    from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
+    """As dsf.triton.given.printed, with the impulse response."""
     from dsf.triton.print_convolution import emit_convolution
-    from dsf.triton.print_impulse import Unprintable
 
-    still = invariant(spec)
-    if not isinstance(still, Still):
-        return still
-    try:
-        source, known = emit_convolution(spec, still)
-    except Unprintable as error:
-        return str(error)
-    name = name_of(spec, source, known)
-    CONVOLUTIONS[name] = replace(known, functions=source.module())
-    return source, name
+    return given.printed(spec, emit_convolution)
 
 
 def names(spec: Spec) -> list[str]:

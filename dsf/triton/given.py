@@ -6,8 +6,9 @@ the impulse response too. Where one input drives the state, its drive, the gate 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -23,22 +24,31 @@ from dsf.triton.source import Source, name_of
 
 
 @derived
-def program_of(spec: Spec) -> tuple[Source, str] | str:
-    """The printed file of a time-invariant spec and its name in the operators' registry, or why there is none."""
+def printed(spec: Spec, emit: Callable[[Spec, Still], tuple[Source, Any]]) -> tuple[Source, str] | str:
+    """The printed file of a time-invariant spec and its name in the operators' registry, or why there is none.
+
+    emit: of print_convolution, what prints it.
+    """
     from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
-    from dsf.triton.print_convolution import emit_given
     from dsf.triton.print_impulse import Unprintable
 
     still = invariant(spec)
     if not isinstance(still, Still):
         return still
     try:
-        source, known = emit_given(spec, still)
+        source, known = emit(spec, still)
     except Unprintable as error:
         return str(error)
     name = name_of(spec, source, known)
     CONVOLUTIONS[name] = replace(known, functions=source.module())
     return source, name
+
+
+def program_of(spec: Spec) -> tuple[Source, str] | str:
+    """As `printed`, of what is around the FFTs alone."""
+    from dsf.triton.print_convolution import emit_given
+
+    return printed(spec, emit_given)
 
 
 def names(spec: Spec) -> list[str]:
