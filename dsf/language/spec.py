@@ -162,6 +162,11 @@ class Spec:
         """True where the state is the keys and values of tokens: exponential features, and systems with a window."""
         return self.is_softmax or self.system.window is not None
 
+    @property
+    def is_linear(self) -> bool:
+        """True where y = C'S + D of one finite state: no normalize, solve, features or window."""
+        return self.rule is None and self.system.solve is None and self.features is None and not self.is_attention
+
     @cached_property
     def is_plain_softmax(self) -> bool:
         """True where torch's fused attention computes it: num / den of exponential features, no window, no decay."""

@@ -77,8 +77,7 @@ def covers(spec: Spec) -> bool:
     """True for value-diagonal decays without corrections that the chunk kernels can run at some size."""
     if spec.rank or VALUE not in spec.decay_axes or spec.is_elementwise or spec.mixes_pairs:
         return False
-    plain = spec.rule is None and spec.system.solve is None and spec.features is None
-    return plain and not spec.is_attention and not spec.is_stabilised and chunk.fits(transposed(spec))
+    return spec.is_linear and not spec.is_stabilised and chunk.fits(transposed(spec))
 
 
 def pays(sizes: Sizes, dtype: torch.dtype) -> bool:

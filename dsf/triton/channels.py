@@ -74,8 +74,8 @@ def moved(
         return x.movedim(at, -1).unsqueeze(at)
 
     kinds = {i.name: i.kind for i in spec.inputs}
-    tensors = {name: wide(name, x) if name in kinds else x for name, x in bound.tensors.items()}
-    found = {name: wide(name, x) if name in kinds else x for name, x in timed.items()}
+    tensors = {name: wide(name, x) for name, x in bound.tensors.items()}
+    found = {name: wide(name, x) for name, x in timed.items()}
     start = None if state is None else turned(state)
     sizes = replace(bound.sizes, heads=1, p=heads)
     return as_channels(spec, shared), replace(bound, tensors=tensors, sizes=sizes), found, start

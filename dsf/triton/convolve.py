@@ -46,7 +46,7 @@ def kernel_of(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: torch.device
         return "FFT"
     if _fits(spec, sizes):
         return "FFT between printed kernels"
-    what = "kernels, of each drive" if sizes.groups or isinstance(given.program_of(spec), str) else "printed kernels"
+    what = "printed kernels" if given.takes(spec, sizes) else "kernels, of each drive"
     return f"FFT between {what}; impulse response apart"
 
 

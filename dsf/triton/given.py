@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsf.call.bind import Bound, named_axes
+from dsf.call.bind import Bound, Sizes, named_axes
 from dsf.kernels.invariant import in_time
 from dsf.language.derived import derived
 from dsf.language.expr import const, symbol_of
@@ -57,17 +57,19 @@ def names(spec: Spec) -> list[str]:
     return [] if isinstance(found, str) else [found[1]]
 
 
-def run(spec: Spec, still: Still, bound: Bound, timed: Mapping[str, Tensor], h: Tensor) -> Tensor | None:
-    """y [B, T, H, P] in the inputs' dtype of a call without an initial state; None where no program is printed.
+def takes(spec: Spec, sizes: Sizes) -> bool:
+    """True for calls, without an initial state, whose drive, gate and D are printed."""
+    return not sizes.groups and not isinstance(program_of(spec), str)
+
+
+def run(spec: Spec, still: Still, bound: Bound, timed: Mapping[str, Tensor], h: Tensor) -> Tensor:
+    """y [B, T, H, P] in the inputs' dtype of a call that `takes` allows.
 
     h: [H, p, T], the impulse response, p in {1, P}. timed: the inputs with a token axis.
     """
-    found = program_of(spec)
-    if isinstance(found, str) or bound.sizes.groups:
-        return None
     from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 
-    name, (keys, p, compute) = found[1], (bound.sizes.keys, bound.sizes.p, bound.compute)
+    (name,), (keys, p, compute) = names(spec), (bound.sizes.keys, bound.sizes.p, bound.compute)
     roles = CONVOLUTIONS[name].roles
     kinds = {i.name: i.kind for i in still.of.inputs}
 

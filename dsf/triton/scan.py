@@ -53,8 +53,7 @@ def _refusal(spec: Spec) -> str | None:
 def mixes(spec: Spec) -> bool:
     """True for systems that mix the entries of a channel, token by token, and whose chunks are no matrix products:
     turned pairs beside a decay that differs within a pair, and corrections where A differs by channel."""
-    plain = spec.rule is None and spec.system.solve is None and spec.features is None and not spec.is_attention
-    if not plain or spec.micro != 1 or spec.acts_on_values or spec.is_stabilised:
+    if not spec.is_linear or spec.micro != 1 or spec.acts_on_values or spec.is_stabilised:
         return False
     factor = spec.rows[0].normal
     moved = [factor.decay, *(x for c in factor.corrections for x in (c.scale, c.left, c.right))]
@@ -65,8 +64,8 @@ def mixes(spec: Spec) -> bool:
 @derived
 def walks(spec: Spec) -> bool:
     """True for decays by key that the chunk kernels refuse, as their logarithm is not derived."""
-    plain = spec.rule is None and spec.system.solve is None and spec.features is None and not spec.is_attention
-    return plain and not (spec.rank or spec.mixes_pairs) and KEY in spec.decay_axes and not chunk.fits(spec)
+    diagonal = spec.is_linear and not (spec.rank or spec.mixes_pairs)
+    return diagonal and KEY in spec.decay_axes and not chunk.fits(spec)
 
 
 def kernel_of(spec: Spec, sizes: Sizes, device: torch.device) -> tuple[str, int]:
