@@ -285,11 +285,12 @@ FAMILIES = {
             "crowded, packed": of(scans.crowded, packed=True, state=True, N=16),
             "crowded, packed, long": of(scans.crowded, packed=True, state=True, T=1 << 16, N=16, P=4096),
             "rwkv4": of("rwkv4"),
+            "bounded": of(scans.bounded, **FEW),
             "leaning_channels": of(scans.leaning_channels, **FEW),
             "erasing_while_turning": of(scans.erasing_while_turning, every_way, **FEW),
             "s6_complex": of("s6_complex", H=64, N=16, P=1),
         },
-        ("scan.adjoint", "scan.mixing", "scan.summaries", "scan.tiles", "scan.walk"),
+        ("scan.adjoint", "scan.maximum", "scan.mixing", "scan.summaries", "scan.tiles", "scan.walk"),
     ),
     "what printed code calls": Family(
         {

@@ -183,6 +183,37 @@ def test_normalised_systems_equal_the_oracle(recurrence: dsf.Recurrence, small_t
 
 
 @interpreted
+@pytest.mark.parametrize("tokens", [1, 16, 37])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("how", ["params", "heads", "decays"])
+def test_a_running_maximum_of_segments(how: str, before: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decays from Params, one number a head, or not as logarithms; of three segments and of one."""
+    from dsf.kernels.triton import operators
+    from dsf.kernels.triton.scan import maximum, table
+    from dsf.torch.columns import Columns
+    from dsf.torch.stabilise import running_maximum
+
+    operators.forget()
+    monkeypatch.setattr(table, "segments", lambda count, *_: (-(-count // 16), 16))
+    monkeypatch.setattr(maximum, "LANES", 4)
+    size, channels = (2, tokens, 3), 1 if how == "heads" else 5
+    log = -torch.rand(1, 1, 3, 5) if how == "params" else -3 * torch.rand(*size, channels)
+    log[..., :1, :] *= 1e4  # some decay by all that there is
+    gain, own = 5 * torch.randn(*size, channels), 9 * torch.randn(*size[:2], 1, channels)
+    first = None if how == "params" else torch.randn(2, 3, channels)
+    given = log if how != "decays" else log.exp() * torch.randn(*size, channels).sign()
+    m, top = maximum.running(given.expand(*size, channels), gain, own.expand_as(gain), first, how != "decays", before)
+    start = torch.full((2, 3, channels), -1e30) if first is None else first
+    wide = [x.double().unsqueeze(-2) for x in (given, gain, start)]
+    layout = Columns(channels, channels, channels)
+    old, new = running_maximum(rwkv4.spec, wide[0], how != "decays", layout, *wide[1:])
+    torch.testing.assert_close(m[:, :-1].double(), old.squeeze(-2), rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(m[:, 1:].double(), new.squeeze(-2), rtol=1e-6, atol=1e-3)
+    seen = m[:, :-1] if before else m[:, 1:]
+    torch.testing.assert_close(top, torch.maximum(seen, own), rtol=1e-6, atol=1e-3)
+
+
+@interpreted
 def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) -> None:
     x, bounds = draw(rwkv4, tokens=7), torch.tensor([0, 3, 4, 7])
     whole, last = rwkv4(**x, backend="triton", return_state=True)

@@ -24,7 +24,7 @@ from dsf.language.spec import Row, Spec, Term
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.columns import Columns, beside, columns, skip_columns, tiled
 from dsf.torch.evaluate import Evaluator, stack_rows
-from dsf.torch.stabilise import EMPTY, initial_maximum, largest_gain, running_maximum, stabilise
+from dsf.torch.stabilise import EMPTY, largest_gain, stabilise
 
 
 @dataclass(frozen=True)
@@ -287,22 +287,20 @@ def _with_skip(spec: Spec, problem: Problem, values: Evaluator, layout: Columns)
     return problem if skip is None else _replace(problem, {"skip": skip})
 
 
-def lower_maximum(
-    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], state: Tensor | None, valid: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """m_{t-1} and m_t of every token, [B, T, H, n, p], and the initial state divided by e^{m_0}.
+def lower_gains(
+    spec: Spec, values: Evaluator, shape: tuple[int, int, int, int], valid: Tensor | None
+) -> tuple[Tensor, bool, Tensor]:
+    """What moves the running maximum of every token: decays, whether they are logarithms, and gains, [B, T, H, n, p].
 
     For systems of one micro-step; arguments as in `lower`.
     """
-    layout = columns(spec, values.p)
     decay, log = decays_of(spec, values, shape[1])
     gain = largest_gain(spec, values, spec.rows[0], shape)
     assert gain is not None
     if valid is not None:
         decay = torch.where(_rows(valid, 1), decay, 0.0 if log else 1.0)
         gain = torch.where(_rows(valid, 1), gain, EMPTY)
-    first, start = initial_maximum(layout, gain, state)
-    return *running_maximum(spec, decay, log, layout, gain, first), start
+    return decay, log, gain
 
 
 def finish(spec: Spec, values: Evaluator, lowered: Lowered, y: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,13 +30,14 @@ def largest_gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int,
     if not spec.is_stabilised:
         return None
     batch, tokens, heads, _ = shape
-    found = values.full(EMPTY)
+    found = None
     for term in row.terms:
         exponent = values(term.gain if term.gain is not None else const(0)).detach()
         for axis, dim in ((KEY, -2), (VALUE, -1)):
             if axis not in spec.gain_axes:
                 exponent = exponent.amax(dim, keepdim=True)
-        found = torch.maximum(found, exponent)
+        found = exponent if found is None else torch.maximum(found, exponent)
+    found = values.full(EMPTY) if found is None else found
     return found.expand(batch, tokens, heads, -1, -1)
 
 

@@ -16,14 +16,15 @@ from torch import Tensor
 from dsf.call.bind import Bound, environment
 from dsf.language.annotations import Input, Kind
 from dsf.language.derived import derived
-from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, substitute
+from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.functions import exp, where
 from dsf.language.operator import times
 from dsf.language.spec import Spec
-from dsf.language.system import System
+from dsf.language.system import ONE, System
 from dsf.torch.columns import Columns, columns
 from dsf.torch.evaluate import Evaluator
-from dsf.torch.lower import apply_rule, lower_maximum
+from dsf.torch.lower import apply_rule, lower_gains
+from dsf.torch.stabilise import initial_maximum
 
 DEN, BEFORE, AFTER, LEVEL = ".den", ".level_before", ".level_after", ".level"  # inputs of the doubled system
 
@@ -87,6 +88,7 @@ def prepare(
 ) -> Doubled:
     """The additional inputs of the doubled system, and its state [B, 2 H, N, P]."""
     heads, p, layout = bound.sizes.heads, bound.sizes.p, columns(spec, bound.sizes.p)
+    assert spec.rule is not None
     tensors = {DEN: torch.arange(2 * heads, device=bound.device).remainder(2).float()}
     start, m, one = state, None, None
     if spec.is_stabilised:
@@ -95,20 +97,41 @@ def prepare(
         skip = spec.skip_term.gain
         logs = spec.log_decays or (spec.rows[0].normal.decay,)
         gains = [t.gain for t in spec.rows[0].terms if t.gain is not None]
-        values = _values(spec, bound, timed, [*logs, *gains, *([] if skip is None else [skip])])
-        before, after, start = lower_maximum(spec, values, shape, state, valid)
-        level = before if spec.system.read == "before" else after
-        if skip is not None:
-            own = values(skip).detach()
-            level = torch.maximum(level, own if layout.gain > 1 else own.amax(-1, keepdim=True))
-        m, one = after[:, -1], (-level.squeeze(-2)).clamp(max=80.0).exp()
+        with torch.no_grad():
+            values = _values(spec, bound, timed, [*logs, *gains, *([] if skip is None else [skip])])
+            decay, in_logs, gain = lower_gains(spec, values, shape, valid)
+            own = None if skip is None else values(skip)
+        first, start = initial_maximum(layout, gain, state)
+        before, after, level = _levels(spec, layout, (decay, in_logs, gain), own, None if state is None else first)
+        m = after[:, -1].unsqueeze(-2)
+        one = (-level).clamp(max=80.0).exp() if ONE in children_first(spec.rule) else None
         for name, x in ((BEFORE, before), (AFTER, after), (LEVEL, level)):
-            x = x.squeeze(-2).expand(*shape[:3], layout.gain)
             tensors[name] = x if VALUE in spec.gain_axes else x[..., 0]
     if start is not None:
         pair = start[..., :p], start[..., p : p + layout.den].expand(*start.shape[:-1], p)
         start = torch.stack(pair, dim=2).flatten(1, 2)
     return Doubled(tensors, start, layout, m, one)
+
+
+def _levels(
+    spec: Spec, layout: Columns, moved: tuple[Tensor, bool, Tensor], own: Tensor | None, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The running maximum before and after every token, and the level of its outputs, [B, T, H, channels] each.
+
+    moved: as from `lower_gains`; own: gains of the skip; first: m_0.
+    """
+    from dsf.kernels.triton.scan.maximum import running
+
+    decay, in_logs, gain = moved
+    size = *gain.shape[:3], layout.gain
+    seen = spec.system.read == "before"
+    if own is not None:
+        own = (own if layout.gain > 1 else own.amax(-1, keepdim=True)).squeeze(-2).expand(size)
+    start = None if first is None else first.squeeze(-2).contiguous()
+    logs, gains = (x.squeeze(-2).expand(size) for x in (decay[..., : layout.p], gain))
+    m, top = running(logs, gains, own, start, in_logs, seen)
+    before, after = m[:, :-1], m[:, 1:]
+    return before, after, top if own is not None else (before if seen else after)
 
 
 def finish(
