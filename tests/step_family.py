@@ -76,6 +76,20 @@ def level_before(q: Key, k: Key, v: Value, i: Scalar, f: Scalar) -> System:
     return System(A=sigmoid(f), B=exp(i) * (elu1(k) + prev(elu1(k))) * v, C=elu1(q), normalize=dsf.ratio, drive=v)
 
 
+@dsf.recurrence
+def levels_before(q: Key, k: Key, v: Value, i: Value, f: Value) -> System:
+    """A normaliser and a running maximum for each channel, with columns of previous values after them."""
+    written = exp(i) * (elu1(k) + prev(elu1(k))) * v
+    return System(A=sigmoid(f), B=written, C=elu1(q), read="before", D=exp(i + 1) * v, normalize=dsf.ratio, drive=v)
+
+
+@dsf.recurrence
+def skipping(q: Key, k: Key, v: Value, i: Scalar, f: Scalar, u: Param[Value]) -> System:
+    """One running maximum a head, and a gain for each channel of what is added to y."""
+    rule = lambda num, den, one: num / dsf.maximum(dsf.abs(den), one)  # noqa: E731
+    return System(A=sigmoid(f), B=exp(i) * k * v, C=q, D=exp(u + i) * v, normalize=rule, drive=v)
+
+
 FRAMED = [
     remembering,
     remembering_entries,
@@ -84,6 +98,7 @@ FRAMED = [
     turned_twice,
     turned_ratio,
     level_before,
+    levels_before,
 ]
 
 

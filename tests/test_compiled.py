@@ -305,6 +305,7 @@ FAMILIES = {
             "driven_ratio": of(matrix.driven_ratio),
             "mlstm": of("mlstm"),
             "mlstm, a token": of("mlstm", step),
+            "rwkv4, a token": of("rwkv4", step),
             "pairs, a token": of(framed.turned_twice, step),
             "previous values, a token": of(framed.remembering, step),
             "turns by float64": impulses,

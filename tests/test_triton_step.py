@@ -5,7 +5,8 @@ import torch
 from interpreted import interpreted
 from matrix_family import UNSEEN
 from mixer_inputs import sample
-from step_family import FRAMED, assert_same, decode, tokens_of
+from scan_family import bounded, weighted
+from step_family import FRAMED, assert_same, decode, skipping, tokens_of
 from structures import normalised, normalised_product, stabilised_delta
 
 import dsf
@@ -14,6 +15,7 @@ from dsf.triton.print_step import step_refusal
 
 pytestmark = interpreted
 ONE_LEVEL = [normalised, normalised_product, stabilised_delta]  # gains or decays by key, one running maximum a head
+BY_CHANNEL = [bounded, weighted, skipping]  # of normalisers, running maxima and gains of D
 DECODED = [e.recurrence for e in mixers.ZOO if step_refusal(e.recurrence.spec) is None]
 
 
@@ -23,8 +25,11 @@ def channels_forget(q: Key, k: Key, v: Value, g: Value) -> System:
     return System(A=exp(-(g**2)), B=k * v + q * g, C=q)
 
 
+EVERY = [*UNSEEN, *DECODED, channels_forget, *FRAMED, *ONE_LEVEL, *BY_CHANNEL]
+
+
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("recurrence", [*UNSEEN, *DECODED, channels_forget, *FRAMED, *ONE_LEVEL], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", EVERY, ids=lambda r: r.name)
 def test_token_by_token_is_the_recurrence(recurrence, in_place):
     given = {n: x.float() for n, x in sample(recurrence, tokens=5).items()}
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
@@ -34,12 +39,14 @@ def test_token_by_token_is_the_recurrence(recurrence, in_place):
     wide = {n: x.double() for n, x in given.items()}
     expected, last = recurrence(**wide, return_state=True, form="naive")
     assert_same(y.double(), expected)
-    if not recurrence.spec.is_stabilised:
+    if not recurrence.spec.inner.is_stabilised:
         assert_same(state.double(), last)
+    elif recurrence not in ONE_LEVEL:  # whose other rows' maxima are that of the head
+        assert_same(recurrence.true_state(state.double(), 4), recurrence.true_state(last, 4))
 
 
 @pytest.mark.parametrize("few", [0, 128])
-@pytest.mark.parametrize("recurrence", [mixers.mlstm, *FRAMED], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", [mixers.mlstm, *FRAMED, *BY_CHANNEL], ids=lambda r: r.name)
 def test_sizes_that_are_no_powers_of_two_in_several_blocks(recurrence, few, monkeypatch):
     """In place, a program walks all blocks of a head; for few heads blocks have a program each."""
     from dsf.kernels.triton.pointwise import step_ops
@@ -70,8 +77,11 @@ def test_several_heads_of_a_program(recurrence, in_place, monkeypatch):
     assert_same(y.double(), recurrence(**{n: x.double() for n, x in given.items()}, form="naive"))
 
 
+ALONE = [mixers.mamba3, mixers.mamba3_mimo, mixers.s5, mixers.rwkv4, *FRAMED, *BY_CHANNEL]
+
+
 @pytest.mark.parametrize("bounds", [[0, 1], [0, 0, 1], [0, 1, 1]], ids=str)
-@pytest.mark.parametrize("recurrence", [mixers.mamba3, mixers.s5, *FRAMED], ids=lambda r: r.name)
+@pytest.mark.parametrize("recurrence", ALONE, ids=lambda r: r.name)
 def test_one_packed_token(recurrence, bounds):
     """Beside sequences that have none."""
     rows = [{n: x.float() for n, x in sample(recurrence, batch=b, tokens=3).items()} for b in (1, len(bounds) - 1)]

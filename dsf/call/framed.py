@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,8 @@ def run_framed(
     """y [B, T, H, P] in the computing dtype and the final state. wanted: whether that needs all its columns."""
     if bounds is None and plan.one_step and gpu_step.takes(spec, bound.sizes, bound.dtype):
         return gpu_step.run(spec, bound, state)
+    if plan.one_step and isinstance(bounds, Tensor):  # which only the chunk kernels read, on the frame of their form
+        plan = replace(plan, form="chunk", one_step=False)
     frame = frame_for(spec, plan)
     turned = by_kernels(spec, bound, plan, isinstance(bounds, list))
     naive = plan.form == "naive"

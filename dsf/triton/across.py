@@ -95,6 +95,8 @@ def sizes_of(sizes: Sizes) -> Sizes:
 
 def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     """Why the matrix kernels cannot run the transposed system, in the user's words; None when they can."""
+    if spec.rule is not None:
+        return "kernels of the transposed state have no quotient"
     refused = chunk.refusal(transposed(spec), sizes_of(sizes), dtype)
     return None if refused is None else f"of the transposed system, {refused}"
 

@@ -30,7 +30,6 @@ from dsf.triton.print_pointwise import Body
 from dsf.triton.printer import AT, RESERVED, STATE, Printer, as_comment, identifier, indented, name_of, symbol
 from dsf.triton.source import Source, file_of
 
-COLUMN, LEVEL = symbol(".column", frozenset({KEY})), symbol(".level", frozenset({KEY}))  # and STATE: parts of a state
 ZERO, UNIT = const(0), const(1)
 LANES = ".lanes"  # suffix of a Key input as every lane of the channels loads it
 
@@ -52,10 +51,8 @@ def step_refusal(spec: Spec) -> str | None:
         return "no printed kernel evaluates Taylor features"
     if not spec.has_key and any(KEY in x.axes for r in spec.rows for x in (r.normal.decay, *(t.key for t in r.terms))):
         return "the decode kernel has no vector state (N = 1) made of Key inputs"
-    if spec.ones is not None and spec.den_has_channels:
-        return "the decode kernel takes a normaliser of one number a head"
-    if spec.is_stabilised and (spec.gain_axes or spec.system.D is not ZERO):
-        return "the decode kernel takes exponential gains of one number a head, without D"
+    if spec.is_stabilised and KEY in spec.gain_axes:
+        return "the decode kernel takes exponential gains without a Key axis"
     return None
 
 
@@ -65,14 +62,26 @@ def plain_of(spec: Spec) -> tuple[Spec, Frame | None]:
     return (spec, None) if frame is None else (frame.spec, frame)
 
 
+def _parts(spec: Spec) -> tuple[Expr, Expr]:
+    """The normaliser's and the running maximum's part of a state, each one number a head or one a channel."""
+    wide = spec.den_has_channels, VALUE in spec.gain_axes
+    axes = [frozenset({KEY, VALUE}) if w else frozenset({KEY}) for w in wide]
+    return symbol(".column", axes[0]), symbol(".level", axes[1])
+
+
 def _kept(spec: Spec, frame: Frame | None) -> dict[Expr, Access]:
     """Where the state keeps its parts: columns of S, the normaliser, the running maximum, and after them the previous
     values, each filled into columns of N (dsf.call.frame)."""
-    count = (spec.ones is not None) + spec.is_stabilised
+    found = {STATE: Access(".state", None, True, True, True, column="p")}
     leaves = () if frame is None else frame.leaves
-    columns = {STATE: "p", COLUMN: "P", LEVEL: f"P + {count - 1}" if leaves else "COLUMNS - 1"}
-    found = {x: Access(".state", None, True, True, VALUE in x.axes, column=at) for x, at in columns.items()}
-    widths = [f"P + {count}"]
+    widths = ["P"]
+    for x, there in zip(_parts(spec), (spec.ones is not None, spec.is_stabilised), strict=True):
+        if there:
+            wide = VALUE in x.axes
+            found[x] = Access(".state", None, True, True, wide, column=" + ".join([*widths, *(["p"] if wide else [])]))
+            widths.append("P" if wide else "1")
+    if spec.is_stabilised and widths[-1] == "1" and not leaves:  # a constant of the kernel, unlike P
+        found[x] = replace(found[x], column="COLUMNS - 1")
     for node in (x for leaf in leaves for x in leaf.nodes):
         key, value = KEY in node.axes, VALUE in node.axes
         start, flat = " + ".join(widths), "(n * P + p)" if key else "p"
@@ -131,31 +140,41 @@ def _apply(row: Row, source: Row, x: Expr, level: Expr | None, moved: Expr | Non
 
 def _roots(spec: Spec, frame: Frame | None, pairs: Pairs) -> list[tuple[Expr, Expr | None]]:
     """The expressions that one step stores, each with the part of the state that it is the new value of; y has None."""
-    ones, stabilised = spec.ones, spec.is_stabilised
-    top = _max_key(LEVEL) if stabilised else None
-    scale = exp(LEVEL - top) if top is not None else UNIT
-    now = first = _Moment(STATE * scale, COLUMN * scale if ones is not None else None, top)
+    ones, (column, level) = spec.ones, _parts(spec)
+    top = _max_key(level) if spec.is_stabilised else None
+    scale = exp(level - top) if top is not None else UNIT
+    now = first = _Moment(STATE * scale, column * scale if ones is not None else None, top)
     for i, row in enumerate(spec.rows):
         now = _advance(row, None if ones is None else spec.ones_rows[i], now, pairs)
     seen = first if spec.system.read == "before" else now
-    y = _read(spec, seen.state) + spec.system.D
-    if spec.rule is not None:
-        assert ones is not None and seen.column is not None
-        one = UNIT if seen.level is None else exp(minimum(-seen.level, 80.0))
-        den = _read(spec, seen.column) + ones.system.D
-        y = substitute(spec.rule, {NUM: y, DEN: den, ONE: one})
-    roots: list[tuple[Expr, Expr | None]] = [(y, None), (now.state, STATE)]
+    roots: list[tuple[Expr, Expr | None]] = [(_output(spec, seen), None), (now.state, STATE)]
     if now.column is not None:
-        roots.append((now.column, COLUMN))
+        roots.append((now.column, column))
     if now.level is not None:
-        roots.append((now.level, LEVEL))
+        roots.append((now.level, level))
     for leaf in () if frame is None else frame.leaves:
         roots += zip((leaf.source, *leaf.nodes), leaf.nodes, strict=False)
     return [(pairs.own(x), part) for x, part in roots]
 
 
+def _output(spec: Spec, seen: _Moment) -> Expr:
+    """y of the state at a point of the step. What D adds may raise the level that numerator and denominator share."""
+    ones, skip, level = spec.ones, spec.skip_term, seen.level
+    scale = added = UNIT
+    if seen.level is not None and skip.gain is not None:
+        level = maximum(seen.level, skip.gain)
+        scale, added = exp(seen.level - level), exp(skip.gain - level)
+    y = times(_read(spec, seen.state), scale) + times(skip.value, added)
+    if spec.rule is None:
+        return y
+    assert ones is not None and seen.column is not None
+    one = UNIT if level is None else exp(minimum(-level, 80.0))
+    den = times(_read(spec, seen.column), scale) + times(spec.skip_ones.value, added)
+    return substitute(spec.rule, {NUM: y, DEN: den, ONE: one})
+
+
 def _max_key(x: Expr) -> Expr:
-    return Expr("max_key", (x,), (), frozenset())
+    return Expr("max_key", (x,), (), x.axes - {KEY})
 
 
 def _in_lanes(x: Expr) -> Expr:
@@ -249,6 +268,11 @@ class _Step:
         return _other_place(found) if other else found, lanes
 
 
+def _width(kept: Mapping[Expr, Access], part: Expr) -> str | None:
+    """The columns of a part of a state: P or 1; None where the state lacks it."""
+    return None if part not in kept else "P" if kept[part].value else "1"
+
+
 def _other_place(place: Access) -> Access:
     """Where the other entry of its pair is."""
     entry, column = (re.sub(r"\bn\b", "(n ^ 1)", x) for x in (place.entry, place.column or ""))
@@ -291,9 +315,10 @@ def emit_step(spec: Spec) -> tuple[Source, StepProgram]:
     rows = plain.rows
     identity = all(r.normal.decay is UNIT and not r.normal.corrections for r in rows)
     general = not all(is_delta(r, r.normal.decay) for r in rows)
-    before = tuple((a.key, a.value) for x, a in kept.items() if x not in (STATE, COLUMN, LEVEL))
+    column, level = _parts(plain)
+    before = tuple((a.key, a.value) for x, a in kept.items() if x not in (STATE, column, level))
     program = StepProgram(
-        inputs, tuple(step.accesses), plain.ones is not None, plain.is_stabilised, bool(own), whole, plain.rank > 0,
+        inputs, tuple(step.accesses), _width(kept, column), _width(kept, level), bool(own), whole, plain.rank > 0,
         general, identity, KEY in plain.decay_axes, plain.micro, before,
     )  # fmt: skip
     return Source(f"{identifier(spec.name)}_step", text, ()), program

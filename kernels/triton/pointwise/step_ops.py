@@ -25,16 +25,16 @@ from dsf.kernels.triton.sizes import power
 class StepProgram:
     """What the operators know of a spec.
 
-    ones: the state has a column of the normaliser; stabilised: and one of the running maximum. shared: it has columns
-    that belong to no channel. whole: a sum over channels needs all of them in one program. corrected: A has
-    corrections; general: that are no delta rules; plain: A is the identity; keyed: it decays by key; micro: rows a
-    token. before: of every previous value that the state keeps, whether it has Key and Value axes.
+    ones, level: the state's columns of the normaliser and of the running maximum, "P" or "1", None without them.
+    shared: it has columns that belong to no channel. whole: a sum over channels needs all of them in one program.
+    corrected: A has corrections; general: that are no delta rules; plain: A is the identity; keyed: it decays by key;
+    micro: rows a token. before: of every previous value that the state keeps, whether it has Key and Value axes.
     """
 
     inputs: tuple[Access, ...]
     accesses: tuple[Access, ...]
-    ones: bool
-    stabilised: bool
+    ones: str | None
+    level: str | None
     shared: bool
     whole: bool
     corrected: bool
@@ -44,6 +44,11 @@ class StepProgram:
     micro: int
     before: tuple[tuple[bool, bool], ...] = ()
     functions: Any = field(default=None, compare=False)
+
+    def beside(self, p: int) -> tuple[int, int]:
+        """The numbers of columns of the normaliser and of the running maximum, beside p of S."""
+        columns = {None: 0, "1": 1, "P": p}
+        return columns[self.ones], columns[self.level]
 
 
 STEPS: Registry[StepProgram] = Registry("step")
@@ -128,8 +133,11 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
 
 def _shared(program: StepProgram, n: int, p: int) -> list[tuple[slice, slice]]:
     """The rows and columns of a state that belong to no channel."""
-    place = p + program.ones + program.stabilised
-    found = [(slice(n), slice(p, place))] if place > p else []
+    found, place = [], p
+    for kind, count in zip((program.ones, program.level), program.beside(p), strict=True):
+        if kind == "1":
+            found.append((slice(n), slice(place, place + 1)))
+        place += count
     for key, value in program.before:
         if not value:
             found.append((slice(n if key else 1), slice(place, place + 1)))
@@ -145,11 +153,11 @@ def _width(n: int, p: int, key: bool, value: bool) -> int:
 def _start(program: StepProgram, operands: Sequence[Tensor]) -> Tensor:
     """The state before the first token."""
     batch, heads, n, p = _sizes(program, operands)
-    own = p + program.ones + program.stabilised
+    ones, level = program.beside(p)
     before = sum(_width(n, p, *axes) for axes in program.before)
-    state = operands[0].new_zeros(batch, heads, n, own + before, dtype=torch.float32)
-    if program.stabilised:
-        state[..., own - 1] = EMPTY
+    state = operands[0].new_zeros(batch, heads, n, p + ones + level + before, dtype=torch.float32)
+    if level:
+        state[..., p + ones : p + ones + level] = EMPTY
     return state
 
 
