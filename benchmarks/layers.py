@@ -35,10 +35,11 @@ from dsf.kernels.convolution import Piece, short_convolution
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import gated, gated_rms_norm
 from dsf.kernels.rotary import angles, rotary
+from dsf.mixers.bidirectional import BothWays
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 4, 8192, 2048, 16, 128
 # d_state and headdim as their papers have them
-OWN_SIZES = ("s6", "s6_negative", "s6_complex", "ssd", "longhorn", "longhorn_exact")
+OWN_SIZES = ("s6", "s6_negative", "s6_complex", "ssd", "longhorn", "longhorn_exact", "hydra", "vision_mamba")
 CONVOLUTIONS = {  # channels, bias, pieces
     "conv 6144": (6144, False, None),
     "conv 6144, unit q k": (6144, False, UNIT),
@@ -190,10 +191,10 @@ def tile_rows(copy):
 
 
 def layer_of(name):
-    module = mixers.get(name).module
+    module = mixers.LAYERS[name] if name in mixers.LAYERS else mixers.get(name).module
     known = set(inspect.signature(inspect.unwrap(module).__init__).parameters)
     sizes = {"n_heads": HEADS} | ({} if name in OWN_SIZES else {"d_state": HEAD, "headdim": HEAD})
-    sizes |= {"expand": 1} if name == "mlstm" else {}  # heads of 128
+    sizes |= {"expand": 1} if name in ("mlstm", "vision_lstm") else {}  # heads of 128
     torch.manual_seed(0)
     return module(WIDTH, **{k: v for k, v in sizes.items() if k in known}, device="cuda", dtype=torch.bfloat16)
 
@@ -237,6 +238,16 @@ def kernels_of(forward, leaves):
     return {name: [found[name], spent[name]] for name, _ in spent.most_common()}
 
 
+def recurrences_of(layer, x):
+    """The calls of recurrences that a layer makes, one for each direction."""
+    if not isinstance(layer, BothWays):
+        return [(layer.recurrence, layer.inputs(x))]
+    if hasattr(layer, "ways"):
+        return [(layer.recurrence, given) for given in layer.ways(x)]
+    ways = (layer.ahead, layer.ahead_norm, x), (layer.back, layer.back_norm, x.flip(1))
+    return [(way.recurrence, way.inputs(norm(y))) for way, norm, y in ways]
+
+
 def layer_row(name, options, run):
     layer = layer_of(name)
     x = draw(BATCH, TOKENS, WIDTH)
@@ -247,9 +258,10 @@ def layer_row(name, options, run):
 
     found = timed(forward, leaves)
     with torch.no_grad():
-        inputs = {n: v.detach().requires_grad_(v.is_floating_point()) for n, v in layer.inputs(x).items()}
-    wanted = [v for v in inputs.values() if v.requires_grad]
-    of_recurrence = timed(lambda: (layer.recurrence(**inputs),), wanted)
+        calls = [(f, {n: v.detach().requires_grad_(v.is_floating_point()) for n, v in given.items()})
+                 for f, given in recurrences_of(layer, x)]  # fmt: skip
+    wanted = [v for _, given in calls for v in given.values() if v.requires_grad]
+    of_recurrence = timed(lambda: tuple(f(**given) for f, given in calls), wanted)
     for part, flops in zip(("forward", "both"), products(forward, leaves), strict=True):
         found[f"products {part}"] = flops / run["matmul TFLOP/s"] / 1e9
         found[f"recurrence {part}"] = of_recurrence[part]
@@ -306,7 +318,7 @@ def records(name, options, run):
 
 
 def main():
-    layers = [e.name for e in mixers.ZOO if e.module]
+    layers = [*(e.name for e in mixers.ZOO if e.module), "hydra", "vision_mamba", "vision_lstm"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=["check", "convolution", "norm", "mixing", *layers])
     parser.add_argument("--compile", action="store_true")
