@@ -11,40 +11,63 @@ import triton.language as tl
 
 from dsf.kernels.triton.functions import LOG2E
 
-SIZE = tl.constexpr(1024)  # tokens at a time
+SIZE = tl.constexpr(1024)  # tokens of a program, and at a time
 NEAR = tl.constexpr(128)  # tokens whose sums are also kept less that of the first one; tiles of attention divide it
+PARTS = tl.constexpr(16)  # numbers whose sum is a key's near sum, the least width of a matrix product
+
+
+@triton.jit
+def _up_to(x, step, begin, at, T):
+    """The sum of the tokens before `begin` (or, of a negative step, behind it) in float64. Every program makes its own;
+    this costs less than a launch that makes all."""
+    total = tl.zeros([SIZE], tl.float64)
+    for start in range(0, begin, SIZE):
+        total += tl.load(x + (start + at).to(tl.int64) * step, mask=start + at < T, other=0.0).to(tl.float64)
+    return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=["T", "batch", "head", "token"])
-def attention_sums(log, c, T, H, batch, head, token):
+def attention_sums(log, c, near, scale, T, H, batch, head, token):
     """c [B, H, 3, T] of log [B, H, T]: the sums up to every token in two float32 parts, and less that of the first of
-    NEAR tokens, in the units of exponents of 2. batch, head, token: strides of log."""
-    bh = tl.program_id(0).to(tl.int64)
+    NEAR tokens, in the units of exponents of 2. batch, head, token: strides of log.
+
+    near: None, or [B, H, T, PARTS], bfloat16: numbers that add up to minus the third part of c over the scale of
+    exponents.
+    """
+    bh, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
     log += bh // H * batch + bh % H * head
     c += 3 * bh * T
-    total = tl.zeros([1], tl.float64)
-    for start in range(0, T, SIZE):
-        at = start + tl.arange(0, SIZE)
-        x = tl.load(log + at.to(tl.int64) * token, mask=at < T, other=0.0).to(tl.float64)
-        sums = total + tl.cumsum(x, 0)
-        first = sums.to(tl.float32)
-        tl.store(c + at, first, mask=at < T)
-        tl.store(c + T + at, (sums - first.to(tl.float64)).to(tl.float32), mask=at < T)
-        near = tl.reshape(sums, [SIZE // NEAR, NEAR])
-        near -= tl.sum(tl.where(tl.arange(0, NEAR)[None] == 0, near, 0.0), 1)[:, None]
-        tl.store(c + 2 * T + at, (tl.reshape(near, [SIZE]) * LOG2E).to(tl.float32), mask=at < T)
-        total += tl.sum(x, 0)
+    at = tl.arange(0, SIZE)
+    before = _up_to(log, token, start, at, T)
+    at += start
+    x = tl.load(log + at.to(tl.int64) * token, mask=at < T, other=0.0).to(tl.float64)
+    sums = before + tl.cumsum(x, 0)
+    first = sums.to(tl.float32)
+    tl.store(c + at, first, mask=at < T)
+    tl.store(c + T + at, (sums - first.to(tl.float64)).to(tl.float32), mask=at < T)
+    since = tl.reshape(sums, [SIZE // NEAR, NEAR])
+    since -= tl.sum(tl.where(tl.arange(0, NEAR)[None] == 0, since, 0.0), 1)[:, None]
+    since = tl.reshape(since, [SIZE]) * LOG2E
+    tl.store(c + 2 * T + at, since.to(tl.float32), mask=at < T)
+    if near is not None:
+        near += (bh * T + at) * PARTS
+        rest = -since / (scale * LOG2E)
+        for i in tl.static_range(3):  # of 8 digits each; float32 has 24
+            part = rest.to(tl.bfloat16)
+            tl.store(near + i, part, mask=at < T)
+            rest -= part.to(tl.float64)
+        for i in tl.static_range(3, PARTS):
+            tl.store(near + i, 0.0, mask=at < T)
 
 
 @triton.jit(do_not_specialize=["T"])
 def attention_sums_gradient(dc, dlog, T):
     """dlog [B, H, T]: the sums of dc [B, H, T] from every token on."""
-    bh = tl.program_id(0).to(tl.int64)
-    dc += bh * T
-    dlog += bh * T
-    total = tl.zeros([1], tl.float64)
-    for start in range(0, T, SIZE):
-        at = T - 1 - start - tl.arange(0, SIZE)
-        x = tl.load(dc + at, mask=at >= 0, other=0.0).to(tl.float64)
-        tl.store(dlog + at, (total + tl.cumsum(x, 0)).to(dlog.dtype.element_ty), mask=at >= 0)
-        total += tl.sum(x, 0)
+    bh, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
+    dc += bh * T + T - 1
+    dlog += bh * T + T - 1
+    at = tl.arange(0, SIZE)
+    behind = _up_to(dc, -1, start, at, T)
+    at += start
+    x = tl.load(dc - at, mask=at < T, other=0.0).to(tl.float64)
+    tl.store(dlog - at, (behind + tl.cumsum(x, 0)).to(dlog.dtype.element_ty), mask=at < T)
