@@ -50,12 +50,18 @@ class Places:
         return cls(numbers == starts[which], which, starts, (at[1:] - 1).clamp(min=0), at[1:] > starts)
 
 
+def _moved(x: Tensor, by: int) -> Tensor:
+    """x [B, T, ...] moved by so many tokens, with zeros where none come from."""
+    return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), by, -by)) if x.shape[1] else x
+
+
 def shifted(x: Tensor, first: Tensor | None, places: Places | None) -> Tensor:
     """x [B, T, ...] of the token before. first: [B or sequences, ...], the value before first tokens; None for 0."""
+    if places is None and first is not None:
+        return torch.cat([first.unsqueeze(1).to(x.dtype), x[:, :-1]], dim=1)
+    moved = _moved(x, 1)
     if places is None:
-        start = torch.zeros_like(x[:, :1]) if first is None else first.unsqueeze(1)
-        return torch.cat([start.to(x.dtype), x[:, :-1]], dim=1)
-    moved = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        return moved
     mark = places.first.view(1, -1, *(1,) * (x.dim() - 2))
     if first is None:
         return torch.where(mark, 0.0, moved)
@@ -64,7 +70,7 @@ def shifted(x: Tensor, first: Tensor | None, places: Places | None) -> Tensor:
 
 def ahead(x: Tensor, places: Places | None) -> Tensor:
     """x [B, T, ...] of the token after, 0 at last tokens."""
-    moved = torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+    moved = _moved(x, -1)
     if places is None:
         return moved
     ends = places.first.roll(-1).view(1, -1, *(1,) * (x.dim() - 2))

@@ -31,7 +31,7 @@ def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
     elif most > 128:
         found = (32 if backward else 64), 32, 4, 2
     elif most > 64:
-        found = {"forward": (128, 64, 8, 3), "rows": (64, 64, 4, 2), "columns": (32, 64, 4, 2)}[of]
+        found = {"forward": (128, 64, 8, 3), "rows": (64, 32, 4, 3), "columns": (32, 64, 4, 2)}[of]
     else:
         found = {"forward": (64, 64, 4, 3), "rows": (128, 32, 4, 3), "columns": (64, 64, 4, 2)}[of]
     return dict(zip(("R", "C", "num_warps", "num_stages"), found, strict=True))
