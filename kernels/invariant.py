@@ -76,13 +76,15 @@ class Diagonal:
 class Invariant:
     """A time-invariant recurrence as tensors, float32 or float64.
 
-    step: A. read: c [H, N, p]. writes: b_g, each [H, N, p], p in {1, P}. before: whether S_{t-1} is read.
+    step: A. read: c [H, N, p]. writes: b_g, each [H, N, p], p in {1, P}. before: whether S_{t-1} is read. torch_alone:
+    whether impulse responses are torch's also where a kernel computes them.
     """
 
     step: Step
     read: Tensor
     writes: tuple[Tensor, ...]
     before: bool = False
+    torch_alone: bool = False
 
     def columns(self, x: Tensor, count: int, stride: int = 1, adjoint: bool = False) -> Tensor:
         """x, A^stride x, A^{2 stride} x, …: [count, ..., H, N, p], by doubling where A is no diagonal."""
@@ -99,7 +101,8 @@ class Invariant:
         """h_0 … h_{length-1} of every write, [H, p, length]; read before the update, h_0 is 0."""
         found = []
         for write in self.writes:
-            if isinstance(self.step, Diagonal) and self.step.log and _has_kernel(write, length, dtype):
+            launched = not self.torch_alone and _has_kernel(write, length, dtype)
+            if launched and isinstance(self.step, Diagonal) and self.step.log:
                 products = by_kernel(self.step, self.read, write, length)
             else:
                 products = self.products(write, length, dtype)

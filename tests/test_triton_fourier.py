@@ -292,6 +292,35 @@ def test_a_million_tokens_fit_the_grids(r):
     assert grids and all(size <= 65_535 for grid in grids for size in grid[1:])
 
 
+OF_EACH_WAY = [mixers.s4d, corrected, blocks]  # all is printed, what is around the filter, each drive's convolution
+
+
+@pytest.mark.parametrize("r", OF_EACH_WAY, ids=lambda r: r.name)
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": torch.tensor([0, 100, 300])}], ids=["whole", "packed"])
+def test_the_torch_backend_launches_no_kernels(r, options):
+    sizes = {"B": 1, "T": 300, "H": 4, "N": 8, "N/2": 4, "P": 1}
+    shapes = {i.name: [sizes[a] for a in i.kind.layout()] for i in r.spec.inputs}
+    leaves = {name: torch.empty(shape, device="meta").requires_grad_() for name, shape in shapes.items()}
+    for backend, launched in (("auto", True), ("torch", False)):
+        forget()
+        with noted() as schedules, elsewhere():
+            plan = r.plan(**leaves, form="convolution", backend=backend)
+            y, last = r(**leaves, form="convolution", backend=backend, return_state=True, **options)
+            y = y + r(**leaves, form="convolution", backend=backend, **options)
+            torch.autograd.grad(y.sum() + last.sum(), [*leaves.values()])
+        assert (plan.kernel != "FFT") == bool(schedules) == launched
+
+
+@pytest.mark.parametrize("r", OF_EACH_WAY, ids=lambda r: r.name)
+def test_the_torch_backend_gives_torch_s_numbers(r, on_kernels, monkeypatch):
+    inputs, found = drawn(r, T=70), []
+    for now in (True, False):
+        on_kernels(now)
+        monkeypatch.setattr("dsf.kernels.invariant._has_kernel", lambda *_, now=now: now)
+        found.append(results(r, inputs, "convolution", backend="torch" if now else "auto"))
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
 def test_a_call_with_a_given_filter_makes_few_launches():
     """Rows of the tokens and of the filter, the product of their spectra, y; and the same backwards."""
     sizes = {"B": 2, "T": 300, "H": 4, "N": 8, "N/2": 4, "P": 1}

@@ -22,6 +22,8 @@ def run_convolution(
 
     bounds: boundaries of packed sequences, or None.
     """
+    if plan.torch_alone:
+        return _by_torch(spec, bound, bounds, state, plan, wanted)
     if bounds is None:
         found = convolve.run(spec, bound, state, wanted, lambda b: _by_torch(spec, b, None, None, plan, wanted))
         if found is not None:

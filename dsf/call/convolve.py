@@ -30,11 +30,12 @@ def convolve(
     state: Tensor | None,
     valid: Tensor | None,
     final: bool = True,
+    torch_alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] in the computing dtype, or in the inputs', and the final state [B, H, N, P].
 
     timed: the inputs with a token axis. valid: [B, T] bool, False for padding after a sequence's tokens. final: whether
-    the final state is wanted; if not, it is an empty tensor.
+    the final state is wanted; if not, it is an empty tensor. torch_alone: whether no kernel of dsf's may run.
     """
     still = invariant(spec)
     assert isinstance(still, Still)
@@ -44,10 +45,10 @@ def convolve(
         known = written.get((moving, place))
         written[moving, place] = write if known is None else known + write
     system = Invariant(
-        params.step, params.vector(still.read), tuple(written.values()), still.of.system.read == "before"
+        params.step, params.vector(still.read), tuple(written.values()), still.of.system.read == "before", torch_alone
     )
     lengths = None if valid is None else valid.sum(1)
-    on_gpu = kernels.on_kernels(first) and bound.compute == torch.float32
+    on_gpu = not torch_alone and kernels.on_kernels(first) and bound.compute == torch.float32
     y = None
     if on_gpu and state is None and given.takes(spec, sizes):
         (h,) = system.impulses(first.shape[1], bound.compute)

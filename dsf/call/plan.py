@@ -32,6 +32,7 @@ SHORT = 8  # tokens up to which the recurrent form is faster than chunks
 LONG = 64  # tokens from which the convolution may be faster
 ASKED, READS_APART = "form={!r} was asked for", "; C reads in "  # reasons of plans
 CONVOLVED = "A, B and C do not change from token to token: the inputs are convolved with one impulse response"
+CPU = torch.device("cpu")
 IN_ONE_LAUNCH = "one token without gradients: the state is read and written once, in one launch"
 MATRIX_CHUNK, SCAN_BLOCK = 64, 16  # tokens
 SEGMENT_NUMBERS = 1 << 20  # of a segment's states (4 MiB): small against a sequence, large against a call's overhead
@@ -47,7 +48,8 @@ class Plan:
     numbers a token] of a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one
     forward call. bytes: inputs read once and y written once. reason: why, in a sentence. source: the printed code, or
     empty. one_step, scan: whether the decode kernel or the fused scan runs. turning: whether A keeps its turns there.
-    exchange: what ranks that share the tokens send each other, or empty. call: of `schedules`, on the Triton backend.
+    torch_alone: of a convolution, which then launches no kernel of dsf's. exchange: what ranks that share the tokens
+    send each other, or empty. call: of `schedules`, on the Triton backend.
     """
 
     recurrence: str
@@ -66,6 +68,7 @@ class Plan:
     one_step: bool = False
     scan: bool = False
     turning: bool = False
+    torch_alone: bool = False
     exchange: str = ""
     call: Planned | None = field(default=None, repr=False, compare=False)
 
@@ -103,9 +106,6 @@ def forms_of(spec: Spec) -> tuple[str, ...]:
     if spec.is_attention:
         return tuple(f for f in FORMS if f != "scan")
     return (*FORMS, CONVOLUTION) if is_invariant(spec) else FORMS
-
-
-CPU = torch.device("cpu")
 
 
 def make_plan(
@@ -225,8 +225,7 @@ def _of_convolution(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, transformed: bool
 ) -> Plan:
     """The plan of the convolution form. Raises FormError where the spec or the backend has none."""
-    found = invariant(spec)
-    if isinstance(found, str):
+    if isinstance(found := invariant(spec), str):
         raise FormError(
             f"{spec.name}: {spec.structure} has no convolution form, {found}; it has {', '.join(forms_of(spec))}"
         )
@@ -234,12 +233,12 @@ def _of_convolution(
         made = f"backend={backend!r} was asked for, but" if backend in BACKENDS else f"there is no backend {backend!r};"
         raise FormError(f"{spec.name}: {made} the convolution form runs on torch, whose FFT it is")
     shape = (sizes.batch, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
-    width = 8 if dtype == torch.float64 else 4
-    kernel = gpu_convolve.kernel_of(spec, sizes, dtype, device, transformed)
+    width, alone = 8 if dtype == torch.float64 else 4, backend == "torch"
+    kernel = gpu_convolve.kernel_of(spec, sizes, dtype, device, transformed or alone)
     return Plan(
         spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", kernel, 0, shape, math.prod(shape) * width,
         flops(spec, sizes, CONVOLUTION, 0), io_bytes(spec, sizes, dtype),
-        ASKED.format(form) if form == CONVOLUTION else CONVOLVED,
+        ASKED.format(form) if form == CONVOLUTION else CONVOLVED, torch_alone=alone,
     )  # fmt: skip
 
 

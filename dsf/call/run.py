@@ -113,7 +113,7 @@ def _run(
             return gpu_scan.fused_scan(spec, bound, timed, state, valid)
         return room_of(spec).run_matrix(spec, bound, timed, state)
     if plan.form == CONVOLUTION:
-        return convolve(declared or spec, bound, timed, state, valid, final)
+        return convolve(declared or spec, bound, timed, state, valid, final, plan.torch_alone)
     if plan.form == "naive":
         return _naive(spec, bound, timed, state, valid)
     compact = plan.form in ("scan", "chunk") and not (spec.rank or spec.is_stabilised or spec.mixes_pairs)
