@@ -75,9 +75,9 @@ class Owner(Sized):
             tensor._no_reinit = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """torch's `_apply`, but rates stay at least float32, new parameters keep their flags, and constants of the meta
-        device get their values together with memory (`to_empty`)."""
-        unmade = any(kind == "constant" and getattr(self, name).is_meta for name, kind in self.kinds.items())
+        """torch's `_apply`, but rates stay at least float32, new parameters keep their flags, and constants have their
+        values in new memory, too (`to_empty`)."""
+        constants = {name: getattr(self, name) for name, kind in self.kinds.items() if kind == "constant"}
         kept = [getattr(self, name) for name, kind in self.kinds.items() if kind in ("rate", "constant")]
         ids = {id(tensor) for rate in kept for tensor in (rate, rate.grad) if tensor is not None}
 
@@ -88,8 +88,11 @@ class Owner(Sized):
             return found
 
         super()._apply(wide if ids else fn, recurse)
-        if unmade:
-            self.fill_constants()
+        for name, before in constants.items():
+            if before.is_meta:
+                self._fill(name)
+            elif (now := getattr(self, name)) is not before and not now.is_meta:
+                now.copy_(before)
         for name in self.starts:
             self._mark(name)
         lay(self.maps_beside())

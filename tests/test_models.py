@@ -426,6 +426,19 @@ def test_weights_that_are_read_after_to_empty_find_their_constants_there():
     assert torch.equal(model(ids).logits, source(ids).logits)
 
 
+def test_constants_keep_their_values_where_parameters_alone_have_no_memory():
+    """As under accelerate's init_empty_weights; `to_empty` took new memory for them, which held anything."""
+    source, ids = CausalLM(tiny(["retnet", "lru"])), ids_of()
+    model = CausalLM(source.config)
+    for module in model.modules():
+        module._parameters = {
+            name: None if p is None else torch.nn.Parameter(p.to("meta")) for name, p in module._parameters.items()
+        }
+    model.to_empty(device="cpu").load_state_dict(source.state_dict())
+    assert dict(model.named_buffers()).keys() == dict(source.named_buffers()).keys() != set()
+    assert torch.equal(model(ids).logits, source(ids).logits)
+
+
 def test_tied_embeddings_are_one_parameter_and_untied_ones_two():
     tied, apart = CausalLM(tiny(["mingru"])), CausalLM(tiny(["mingru"], tie_embeddings=False))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
