@@ -537,6 +537,33 @@ def test_a_tied_head_stays_tied_where_weights_are_assigned(names):
     assert other.lm_head.weight is other.model.embed_tokens.weight
 
 
+def test_a_model_without_memory_by_accelerate_keeps_its_head_tied(tmp_path):
+    """It replaces torch's register_parameter by one that makes another parameter, also of one that is there."""
+    accelerate, safetensors = (pytest.importorskip(name) for name in ("accelerate", "safetensors.torch"))
+    model, ids = CausalLM(tiny(["retnet"])), torch.randint(7, (2, 5))
+    count, logits = model.parameter_count(), model(ids).logits
+    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    safetensors.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def loaded(empty):
+        empty.load_state_dict(model.state_dict(), assign=True)
+        return empty
+
+    def dispatched(empty):
+        path = str(tmp_path / "model.safetensors")
+        return accelerate.load_checkpoint_and_dispatch(empty, path, device_map={"": "cpu"})
+
+    def filled(empty):
+        return loaded(empty.to_empty(device="cpu"))
+
+    for load in (loaded, dispatched, filled):
+        with accelerate.init_empty_weights():
+            other = CausalLM(model.config)
+        assert other.lm_head.weight.is_meta and other.parameter_count() == count
+        other = load(other)
+        assert other.lm_head.weight is other.model.embed_tokens.weight and torch.equal(other(ids).logits, logits)
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
 def test_labels_may_be_integers_of_any_size(fused):
     """Ids were taken as int32, and the same tensor as labels ended in an error of torch's."""

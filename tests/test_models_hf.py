@@ -377,6 +377,36 @@ def test_torch_only_and_hugging_face_models_are_one():
     assert set(plain.state_dict()) == set(model.state_dict())
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
+def test_a_model_whose_configuration_was_untied_saves_its_head(given, tmp_path):
+    """What read it drew a head at random."""
+    model, ids = tiny(["mingru"]).float(), prompt()
+    model.config.tie_embeddings = False
+    for _ in range(2):  # over an earlier save, too
+        model.save_pretrained(tmp_path, **({"state_dict": model.state_dict()} if given else {}))
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    model.model.save_pretrained(tmp_path / "backbone")  # has no head
+
+
+def test_copies_have_the_head_that_the_model_has_whatever_its_configuration_says():
+    """A head of its own was lost without a word."""
+    ids = prompt()
+    for tied in (True, False):
+        model = tiny(["mingru"]).float()
+        if tied:
+            model.config.tie_embeddings = False
+        else:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        plain = model.to_torch()
+        again = hf.DsfForCausalLM.of(plain)
+        for copied in (plain, again):
+            assert (copied.lm_head.weight is copied.model.embed_tokens.weight) == tied == copied.config.tie_embeddings
+            assert torch.equal(copied(ids).logits, model(ids).logits)
+
+
 def test_initialisation_does_not_undo_the_papers():
     """transformers re-initialises modules; A_log drawn again as if it were a weight is another memory."""
     delta, s6, ssd, rg = (tiny([mixer]).model.layers[1].mixer for mixer in ("gated_deltanet", "s6", "ssd", "rg_lru"))

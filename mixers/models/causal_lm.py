@@ -25,7 +25,7 @@ from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
 from dsf.mixers.models.states import ModelState, check_fit, check_state, checkpointed, recurrence_of, sequences_of
-from dsf.mixers.models.weights import undecayed_names
+from dsf.mixers.models.weights import is_tied, tie, undecayed_names
 
 Turn = tuple[Tensor, Tensor]  # cos, sin
 
@@ -193,7 +193,7 @@ class CausalLM(nn.Module):
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            tie(self)
         self._start(Mixer.reset_parameters)  # what is inside mixers was drawn when it was made
 
     def reset_parameters(self) -> None:
@@ -214,10 +214,10 @@ class CausalLM(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """torch's `_apply`, but a tied head stays tied where parameters get new memory (`to_empty`)."""
-        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        tied = is_tied(self)
         super()._apply(fn, recurse)
         if tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            tie(self)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -229,7 +229,7 @@ class CausalLM(nn.Module):
                 "the weights have a head of their own, lm_head.weight, and this model's is its embedding: make it with "
                 "tie_embeddings=False"
             )
-        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        tied = is_tied(self)
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:

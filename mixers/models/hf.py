@@ -28,7 +28,7 @@ from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, predicted, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
-from dsf.mixers.models.weights import but_loaded, copy_weights, undecayed_names
+from dsf.mixers.models.weights import as_built, but_loaded, copy_weights, head_apart, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # before 5.24
@@ -151,7 +151,7 @@ class DsfPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As transformers'; a save over another replaces its files once all of the new ones are written."""
-        save_over(super().save_pretrained, *args, **kwargs)
+        save_over(super().save_pretrained, lambda weights: head_apart(self, weights), *args, **kwargs)
 
     def post_init(self) -> None:
         """transformers' `post_init`, the last line of constructors."""
@@ -290,13 +290,13 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         """A copy of a torch-only model, with its weights. Raises InputError for another model."""
         if not isinstance(model, CausalLM):
             raise InputError(f"DsfForCausalLM.of takes a dsf.models.CausalLM, got {type(model).__name__}")
-        made = cls(DsfConfig.of(model.config))
+        made = cls(DsfConfig.of(as_built(model.config, model)))
         copy_weights(made, model)
         return made.train(model.training)
 
     def to_torch(self) -> CausalLM:
         """A copy as a torch-only model."""
-        made = CausalLM(self.config.model_config)
+        made = CausalLM(as_built(self.config.model_config, self))
         copy_weights(made, self)
         return made.train(self.training)
 

@@ -10,18 +10,24 @@ from typing import Any
 
 from dsf.mixers._whole import whole_files
 
+Weights = dict[str, Any] | None
 
-def save_over(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+
+def save_over(save: Callable[..., None], weights_of: Callable[[Weights], Weights], *args: Any, **kwargs: Any) -> None:
     """Call a model's save_pretrained; files in its folder are replaced once all of the new ones are written.
+
+    weights_of: what is saved for the state dict that was given, or None.
 
     Weights of the earlier save that would be read before the new ones, or with them, are removed. Where ranks write
     one folder together, and on the way to the hub, files are overwritten as transformers does it, one by one.
     """
     given = inspect.signature(save).bind(*args, **kwargs)
-    folder, options = Path(given.arguments["save_directory"]), given.arguments
+    options = given.arguments
+    options["state_dict"] = weights_of(options.get("state_dict"))
+    folder = Path(options["save_directory"])
     shared = options.get("push_to_hub") or options.get("distributed_checkpoint")
     if shared or not folder.is_dir() or not any(folder.iterdir()):
-        save(*args, **kwargs)
+        save(*given.args, **given.kwargs)
         return
     names = whole_files(folder, lambda other: save(other, *given.args[1:], **given.kwargs))
     variant = f".{options['variant']}" if options.get("variant") else ""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dsf.mixers import parameter_groups
+from dsf.mixers.models.config import ModelConfig
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
@@ -33,8 +34,34 @@ def but_loaded(module: Any, reset: Callable[[Any], object]) -> None:
         parameter.data.copy_(value)
 
 
+def tie(model: Any) -> None:
+    """Make a language model's head its embedding, transposed. As torch's `register_parameter` would, which accelerate's
+    init_empty_weights replaces by one that makes another parameter."""
+    model.lm_head._parameters["weight"] = model.model.embed_tokens.weight
+
+
+def is_tied(model: Any) -> bool:
+    """Whether a language model's head is its embedding, whatever its configuration says by now."""
+    return model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def as_built(config: ModelConfig, model: Any) -> ModelConfig:
+    """The configuration, where tie_embeddings says whether the model's head is its embedding."""
+    return config.model_copy(update={"tie_embeddings": is_tied(model)})
+
+
+def head_apart(model: Any, weights: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Weights to be saved (None: the model's own), beside a configuration that has a head of its own. Where the model's
+    still is its embedding they hold a copy of it, as what reads them would draw one."""
+    if model.config.tie_embeddings or not hasattr(model, "lm_head") or not is_tied(model):
+        return weights
+    whole = dict(model.state_dict() if weights is None else weights)
+    return {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()}
+
+
 def copy_weights(to: nn.Module, source: nn.Module) -> None:
-    """The parameters of `source`, in their types and on their devices, in a model of the same names."""
+    """The parameters of `source`, in their types and on their devices, in a model of the same names, with a head of its
+    own where that of `source` is one."""
     theirs = dict(source.named_parameters())
     for name, p in to.named_parameters():
         p.data = theirs[name].detach().clone()
