@@ -30,6 +30,7 @@ from dsf import (
     prev,
     turn,
 )
+from dsf.language import functions
 
 
 def operator_times_operator(q: Key, k: Key, v: Value):
@@ -683,6 +684,32 @@ def test_nothing_is_divided_by_nought():
         @dsf.recurrence
         def zero(q: Key, k: Key, v: Value):
             return System(A=I, B=k * v / 0, C=q)
+
+
+@pytest.mark.parametrize(
+    "text", ["sqrt(-1)", "rsqrt(0)", "log(0)", "log(sin(4))", "log1p(-2)", "exp(1000)", "sin(float('inf'))"]
+)
+def test_a_function_of_a_number_where_it_has_no_value_is_refused_with_the_line(text):
+    """Every output was nan, or infinite."""
+    names = {name: getattr(functions, name) for name in ("sqrt", "rsqrt", "log", "sin", "log1p", "exp")}
+
+    def bad(q: Key, k: Key, v: Value):
+        return System(A=0.5, B=k * v, C=q * eval(text, names))
+
+    with pytest.raises(
+        TraceError, match=rf"^bad: `{re.escape(text)}` is not a real number(.|\n)*test_tracing_errors.py:"
+    ):
+        dsf.recurrence(bad)
+
+
+def test_functions_of_numbers_that_have_a_value_stay():
+    @dsf.recurrence
+    def good(q: Key, k: Key, v: Value):
+        infinite = dsf.exp(-float("inf")) + dsf.tanh(float("inf"))
+        return System(A=0.5, B=k * v, C=q * functions.sqrt(dsf.log(2) + infinite) * functions.rsqrt(2))
+
+    q, k, v = (torch.ones(1, 1, 1, 1) for _ in "qkv")
+    torch.testing.assert_close(good(q, k, v).item(), math.sqrt((math.log(2) + 1) / 2))
 
 
 @pytest.mark.parametrize("name", [3, System], ids=str)

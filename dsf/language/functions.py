@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from dsf.language.errors import TraceError
-from dsf.language.expr import COMPARISONS, KEY, VALUE, Expr, Like, as_expr, inputs_of, is_paired, reduction
+from dsf.language.expr import ARITHMETIC, COMPARISONS, KEY, VALUE, Expr, Like, as_expr, inputs_of, is_paired, reduction
 from dsf.language.instead import FUNCTIONS
 from dsf.language.places import PAIRS, note
 
@@ -13,8 +15,43 @@ N = Expr("size", (), (KEY,), frozenset())
 P = Expr("size", (), (VALUE,), frozenset())
 
 
+NUMBERS: dict[str, Callable[..., float]] = {  # of functions of numbers; those of one raise where they have no value
+    **ARITHMETIC,
+    **{name: getattr(math, name) for name in ("exp", "expm1", "log", "log1p", "sqrt", "tanh", "sin", "cos", "atan2")},
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "minimum": min,
+    "maximum": max,
+    "abs": math.fabs,
+}
+
+
 def _call(op: str, *args: Like) -> Expr:
-    return Expr(op, tuple(as_expr(a) for a in args))
+    found = Expr(op, tuple(as_expr(a) for a in args))
+    if op in NUMBERS:
+        _number_of(found)
+    return found
+
+
+def _number_of(x: Expr, levels: int = 8) -> float | None:
+    """The value of an expression of numbers alone, None for any other and for one of more levels. Raises TraceError
+    where there is no value."""
+    if x.is_constant:
+        return x.value
+    if x.axes or x.op not in NUMBERS or not levels:
+        return None
+    numbers = list[float]()
+    for a in x.args:
+        number = _number_of(a, levels - 1)
+        if number is None:
+            return None
+        numbers.append(number)
+    try:
+        found = NUMBERS[x.op](*numbers)
+    except (ArithmeticError, ValueError):
+        found = math.nan
+    if isinstance(found, complex) or math.isnan(found) or (math.isinf(found) and all(map(math.isfinite, numbers))):
+        raise TraceError(f"`{x}` is not a real number")
+    return found
 
 
 def exp(x: Like) -> Expr:
