@@ -63,6 +63,18 @@ def test_the_state_is_the_cache_with_the_heads_of_the_inputs():
     assert_same(cache.k.transpose(1, 2), k)
 
 
+@pytest.mark.parametrize("form", ["chunk", "recurrent", "kernel", "naive"])
+@pytest.mark.parametrize("name", ["softmax_attention", "alibi", "sliding_window_attention"])
+def test_a_cache_keeps_the_memory_of_the_heads_that_differ(name, form):
+    """It was a view of keys and values that were repeated for all heads."""
+    r, g = mixers.get(name).recurrence, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, 8, generator=g) for heads in (6, 3, 2))
+    slope = {"slope": torch.rand(6, generator=g)} if name == "alibi" else {}
+    _, cache = r(q, k, v, **slope, return_state=True, form=form)
+    for x, heads in ((cache.k, 3), (cache.v, 2)):
+        assert x.shape[1] == heads and x.untyped_storage().nbytes() == 4 * x.numel()
+
+
 @FORMS
 @pytest.mark.parametrize("cut", [1, 4, 6])
 def test_continuing_is_the_whole(form, cut):

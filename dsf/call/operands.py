@@ -54,7 +54,8 @@ def operands(spec: Spec, bound: Bound, timed: Timed) -> Operands:
     k_heads, v_heads = cached_heads(spec, sizes)[0]
 
     def layout(x: Tensor, width: int, fewer: int) -> Tensor:
-        return x.expand(batch, tokens, heads, width)[:, :, :: heads // fewer].transpose(1, 2)
+        found = x.expand(batch, tokens, heads, width)[:, :, :: heads // fewer].transpose(1, 2)
+        return found if fewer == heads else found.contiguous()  # a cache would keep what all heads share alive
 
     n = key_width(spec, bound.sizes)
     log, gain, angle = rates(spec, bound, values, batch, tokens)
