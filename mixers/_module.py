@@ -114,6 +114,7 @@ class Mixer(Owner, Divided):
     conv1d: ShortConv | TokenShift | None
     positional = False  # True: `Span.positions` continues from the state's
     resets = False  # True: `arguments` needs `Span.starts`
+    needs = ""  # a per-token tensor that every call must give, which a model has none of
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
     shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
 

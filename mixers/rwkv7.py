@@ -135,6 +135,7 @@ class RWKV7(TimeMix):
         n_heads, n = self.heads(d_model, n_heads, d_model=(d_model, None))
         self.dims = (n_heads, n, n)
         self.value_residual, self.gated = value_residual, not bare
+        self.needs = "v_first" * value_residual
         self.mixed = ("x_r", "x_w", "x_k", "x_v", "x_a", *(() if bare else ("x_g",)))
         for name, power, more in (
             ("r", 0.2, 0.0), ("w", 0.9, 0.0), ("k", 0.9, 0.4), ("v", 0.4, 0.6), ("a", 0.9, 0.0),

@@ -439,6 +439,15 @@ def test_constants_keep_their_values_where_parameters_alone_have_no_memory():
     assert torch.equal(model(ids).logits, source(ids).logits)
 
 
+def test_a_layer_whose_calls_take_more_than_a_model_gives_is_refused_when_the_model_is_made():
+    """It was at the first call."""
+    config = tiny(["mingru", "rwkv7"], mixer_options={"rwkv7": {"value_residual": True}})
+    with pytest.raises(
+        dsf.InputError, match=r"RWKV7 of these options takes v_first= in every call.*value_residual=True"
+    ):
+        CausalLM(config)
+
+
 def test_tied_embeddings_are_one_parameter_and_untied_ones_two():
     tied, apart = CausalLM(tiny(["mingru"])), CausalLM(tiny(["mingru"], tie_embeddings=False))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight

@@ -20,7 +20,7 @@ from dsf.mixers._beside import handing, hooked, product_of
 from dsf.mixers._states import put, reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
-from dsf.mixers.models.naming import constructor_of, layer_for, takes
+from dsf.mixers.models.naming import constructor_of, layer_in_model, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
@@ -44,7 +44,7 @@ class CausalOutput:
 
 
 def build_mixer(config: ModelConfig, mixer: str, index: int) -> Mixer:
-    """One mixer of a model: softmax attention with the model's rotary positions, anything else by `layer_for`."""
+    """One mixer of a model: softmax attention with the model's rotary positions, anything else by `layer_in_model`."""
     make, options = constructor_of(mixer), dict(config.mixer_options.get(mixer, {}))
     if takes(make, "n_heads"):
         options.setdefault("n_heads", config.heads(mixer))
@@ -52,7 +52,7 @@ def build_mixer(config: ModelConfig, mixer: str, index: int) -> Mixer:
         options["layer_idx"] = index
     if mixer == ATTENTION and config.rope_base is not None:
         return RotaryAttention(config.d_model, **{"rope_base": config.rope_base, **options})
-    return layer_for(mixer, config.d_model, **options)
+    return layer_in_model(mixer, config.d_model, **options)
 
 
 class Block(nn.Module):

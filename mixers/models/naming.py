@@ -49,6 +49,18 @@ def check_causal(mixer: Any) -> None:
         )
 
 
+def layer_in_model(mixer: Any, d_model: int, **options: Any) -> Mixer:
+    """`layer_for`, and InputError for a layer that takes more in every call than a model gives it, too."""
+    layer = layer_for(mixer, d_model, **options)
+    needs = getattr(layer, "needs", "")
+    if needs:
+        raise InputError(
+            f"{type(layer).__name__} of these options takes {needs}= in every call, and a model gives its layers no "
+            f"such tensor: {', '.join(f'{name}={value!r}' for name, value in options.items())}"
+        )
+    return layer
+
+
 def _in_file(mixer: Recurrence) -> str:
     """`file.py:name`, where the file is one that is imported and has the recurrence under its name."""
     for module in list(sys.modules.values()):
@@ -84,4 +96,4 @@ def takes(make: Callable[..., Any], option: str) -> bool:
     return option in inspect.signature(make).parameters
 
 
-__all__ = ["Named", "check_causal", "constructor_of", "layer_for", "mixer_name", "takes"]
+__all__ = ["Named", "check_causal", "constructor_of", "layer_in_model", "mixer_name", "takes"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers._beside import hooked
-from dsf.mixers.models.naming import check_causal, constructor_of, layer_for, mixer_name, takes
+from dsf.mixers.models.naming import check_causal, constructor_of, layer_in_model, mixer_name, takes
 from dsf.mixers.models.padding import unpadded
 from dsf.mixers.models.states import check_fit
 
@@ -156,7 +156,7 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     check_causal(mixer)
     if takes(make, "n_heads"):
         options.setdefault("n_heads", model.config.num_attention_heads)
-    new = [layer_for(mixer, width, **options) for _ in chosen]  # all, before anything is changed
+    new = [layer_in_model(mixer, width, **options) for _ in chosen]  # all, before anything is changed
     handle = Swapped(model, _name_or_none(mixer), dict(options), getattr(mixer, "__name__", str(mixer)))
     for i, layer in zip(chosen, new, strict=True):
         attention = found[i].self_attn
