@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +16,16 @@ from dsf.call.packing import check_row
 from dsf.language.errors import InputError
 from dsf.mixers._sizes import check_input
 
+CALL = ("state", "cu_seqlens", "attention_mask", "use_cache", "parallel", "reverse")  # of every layer
+
 
 def check_call(
     layer: nn.Module, x: Tensor, state: Any, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
-    world: Any, use_cache: bool, reverse: bool = False,
+    world: Any, use_cache: bool, reverse: bool = False, tokens: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
+    if tokens:
+        check_tokens(layer, tokens)
     if type(use_cache) is not bool or type(reverse) is not bool:
         check_switches(type(layer).__name__, use_cache=use_cache, reverse=reverse)  # type: ignore[unreachable]
 
@@ -38,6 +45,25 @@ def check_call(
             raise InputError(f"{name}: parallel must be a dsf.parallel.Sequence, got {given}")
         agree_layer(world, layer, x, state, cu_seqlens, look, ("use_cache", use_cache))
     look()  # also of calls of a kind that ranks have compared already
+
+
+def named_tokens(arguments: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The per-token tensors that a layer's `arguments(self, u, side, span, ...)` names, None where it takes any."""
+    found = list(inspect.signature(arguments).parameters.values())[4:]
+    return None if any(p.kind is p.VAR_KEYWORD for p in found) else tuple(p.name for p in found)
+
+
+def check_tokens(layer: Any, tokens: Mapping[str, Any], call: Sequence[str] = CALL) -> None:
+    """Refuse arguments that the layer does not have, and per-token ones that are no tensors. call: the other arguments
+    beside x. Raises InputError."""
+    known, name = layer.beside_x, type(layer).__name__
+    for given, value in tokens.items():
+        if known is not None and given not in known:
+            near = difflib.get_close_matches(given, (*call, *known), n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]}?" if near else f"beside x it takes {', '.join((*call, *known))}"
+            raise InputError(f"{name}: there is no argument {given}; {hint}")
+        if not isinstance(value, Tensor):
+            raise InputError(f"{name}: {given} must be a tensor with a number for every token, got {value!r}")
 
 
 def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:

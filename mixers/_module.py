@@ -13,7 +13,7 @@ from dsf.call.backwards import flipped_packing, flipped_rows, refuse
 from dsf.call.packing import tensor_of
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
-from dsf.mixers._checks import check_call
+from dsf.mixers._checks import check_call, check_tokens, named_tokens
 from dsf.mixers._conv import ShortConv
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
@@ -114,6 +114,7 @@ class Mixer(Owner, Divided):
     conv1d: ShortConv | TokenShift | None
     positional = False  # True: `Span.positions` continues from the state's
     resets = False  # True: `arguments` needs `Span.starts`
+    beside_x: tuple[str, ...] | None = ()  # the per-token tensors that `arguments` names, None for any
     needs = ""  # a per-token tensor that every call must give, which a model has none of
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
     shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
@@ -139,6 +140,11 @@ class Mixer(Owner, Divided):
             reverse: bool = False, **tokens: Tensor,
         ) -> tuple[Tensor, MixerState | None]: ...  # fmt: skip
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, MixerState | None]: ...
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "arguments" in cls.__dict__:
+            cls.beside_x = named_tokens(cls.arguments)
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
@@ -200,7 +206,7 @@ class Mixer(Owner, Divided):
         Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
         """
         world = self.parallel if parallel is None else parallel
-        check_call(self, x, state, cu_seqlens, attention_mask, world, use_cache, reverse)
+        check_call(self, x, state, cu_seqlens, attention_mask, world, use_cache, reverse, tokens)
         if reverse:
             return self._backwards(x, state, cu_seqlens, use_cache, world, tokens)
         inputs, side, state = self._prepare(x, state, cu_seqlens, tokens, world, keep=use_cache)
@@ -246,8 +252,9 @@ class Mixer(Owner, Divided):
         """
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
-        tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         check_input(self, x, step=True)
+        check_tokens(self, tokens, ("state", "in_place"))
+        tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         if type(in_place) is not bool:
             check_switches(type(self).__name__, in_place=in_place)  # type: ignore[unreachable]
         if in_place and torch.is_grad_enabled():
@@ -273,6 +280,7 @@ class Mixer(Owner, Divided):
     ) -> dict[str, Tensor]:
         """The inputs of `recurrence` in `forward`, by name: `m.recurrence.trajectory(**m.inputs(x))`."""
         check_input(self, x)
+        check_tokens(self, tokens, ("state", "cu_seqlens"))
         return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:

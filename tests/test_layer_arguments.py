@@ -293,3 +293,32 @@ def test_a_model_checks_boundaries_of_packed_sequences(mixer):
     for given in (*map(torch.tensor, ([0, 5], [0, 12, 20], [0], [[0, 12]])), [0, 5, 12]):
         with pytest.raises(dsf.InputError, match="cu_seqlens must "):
             model(torch.zeros(1, 12, dtype=torch.long), cu_seqlens=given)
+
+
+@NAMES
+def test_arguments_that_no_call_has_are_refused_by_the_layer_s_name(name):
+    """They ended in Python's words about a method that nobody has called, numbers in an AttributeError."""
+    layer, x = make(name), torch.randn(1, 3, 32)
+    both = type(layer).__name__ in ("Hydra", "Hyena", "VisionMamba", "VisionLSTM")  # whose calls name all arguments
+    refused = (
+        (TypeError, r"unexpected keyword argument") if both else (dsf.InputError, rf"^{called(name)}: there is no")
+    )
+    for given, more in (({"foo": 3}, "foo"), ({"foo": x}, "foo"), ({"revers": True}, "revers")):
+        for call in (lambda: layer(x, **given), lambda: layer.step(x[:, 0], **given)):  # noqa: B023
+            with pytest.raises(refused[0], match=rf"{refused[1]}.*{more}"):
+                call()
+
+
+def test_an_argument_that_was_meant_is_named():
+    x = torch.randn(1, 3, 32)
+    for call, words in (
+        (lambda: mixers.GLA(32)(x, revers=True), "did you mean reverse"),
+        (lambda: mixers.RWKV7(32)(x, first=x), "did you mean v_first"),
+        (lambda: mixers.RWKV7(32)(x, foo=x), "beside x it takes state, .*, v_first"),
+        (lambda: mixers.GLA(32).step(x[:, 0], inplace=True), "did you mean in_place"),
+        (lambda: mixers.GLA(32).inputs(x, foo=x), "beside x it takes state, cu_seqlens$"),
+        (lambda: mixers.RGLRU(32)(x, reset=3), "reset must be a tensor with a number for every token, got 3"),
+        (lambda: mixers.Layer(mixers.gla, 32)(x, foo=x), "gla has no token input called foo"),
+    ):
+        with pytest.raises(dsf.InputError, match=words):
+            call()
