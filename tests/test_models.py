@@ -584,6 +584,27 @@ def test_labels_may_be_integers_of_any_size(fused):
             assert torch.equal(model(ids.int(), **{name: labels.to(dtype)}).loss, expected)
 
 
+@pytest.mark.parametrize("wrong", [31, -1])
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
+def test_tokens_outside_of_the_vocabulary_are_refused_in_words(wrong, fused):
+    """They ended in torch's: index out of range in self."""
+    model, ids = CausalLM(tiny(["gla"], fused_loss=fused)), torch.full((2, 5), 30)
+    strange = ids.clone()
+    strange[1, 3] = wrong
+    words = rf"has the token {wrong}, and the vocabulary is 0 to 30"
+    for call in (lambda: model(strange), lambda: model.step(strange[1]), lambda: model.generate(strange, 2)):
+        with pytest.raises(dsf.InputError, match=f"ids {words}"):
+            call()
+    for labels in ({"labels": strange}, {"shift_labels": strange}):
+        with pytest.raises(dsf.InputError, match=f"labels {words}"):
+            model(ids, **labels)
+    ignored = ids.clone()
+    ignored[0] = -100
+    assert model(ids, labels=ignored).loss.isfinite()
+    traced = torch.compile(model, backend="eager")
+    assert torch.equal(traced(ids).logits, model(ids).logits)
+
+
 def test_ids_that_are_no_tensor_are_refused():
     for call in (lambda model: model([[1, 2]]), lambda model: model.generate("hello", 3)):
         with pytest.raises(dsf.InputError, match=r"ids: expected integers .B, T. as a tensor, got"):

@@ -407,6 +407,14 @@ def test_copies_have_the_head_that_the_model_has_whatever_its_configuration_says
             assert torch.equal(copied(ids).logits, model(ids).logits)
 
 
+def test_tokens_outside_of_the_vocabulary_are_refused_in_words():
+    model, ids = tiny(["gla"]), prompt()
+    strange = torch.where(ids == ids[0, 1], model.config.vocab_size, ids)
+    for call in (lambda: model(strange), lambda: model.model(strange), lambda: model(ids, labels=strange)):
+        with pytest.raises(dsf.InputError, match=r"has the token \d+, and the vocabulary is 0 to"):
+            call()
+
+
 def test_initialisation_does_not_undo_the_papers():
     """transformers re-initialises modules; A_log drawn again as if it were a weight is another memory."""
     delta, s6, ssd, rg = (tiny([mixer]).model.layers[1].mixer for mixer in ("gated_deltanet", "s6", "ssd", "rg_lru"))

@@ -21,7 +21,7 @@ from dsf.mixers._states import put, reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_in_model, takes
-from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_ids, cross_entropy, linear_cross_entropy, next_labels
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
 from dsf.mixers.models.states import ModelState, check_fit, check_state, checkpointed, recurrence_of, sequences_of
@@ -342,7 +342,7 @@ class CausalLM(nn.Module):
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
         if ids.shape[1] == 0:
             raise InputError("ids has no tokens")
-        check_labels(labels, ids.shape)
+        check_ids(ids, labels, self.model.embed_tokens)
         if cu_seqlens is not None:
             check_row(type(self).__name__, cu_seqlens, ids.shape[0])
 

@@ -26,7 +26,7 @@ from dsf.mixers.models.hf_cache import DsfCache, state_layer, states_of
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
 from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, predicted, unpadded
-from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, cross_entropy, linear_cross_entropy
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, check_range, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
 from dsf.mixers.models.weights import as_built, but_loaded, copy_weights, head_apart, undecayed_names
 
@@ -230,6 +230,8 @@ class DsfModel(DsfPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
+        if input_ids is not None:
+            check_range("input_ids", input_ids, self.embed_tokens)
         cache = past_key_values if cache is None else cache
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens = x.shape[:2]
@@ -350,7 +352,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
             part = slice(-int(logits_to_keep), None) if counted else logits_to_keep
             kept = hidden if counted and not logits_to_keep else hidden[:, part]
             return CausalLMOutputWithPast(logits=product_of(kept, self.lm_head), **after)
-        check_labels(labels if shift_labels is None else shift_labels, hidden.shape[:2])
+        check_labels(labels if shift_labels is None else shift_labels, hidden.shape[:2], self.model.embed_tokens)
         if labels is not None and bounds is None:
             labels = predicted(labels, attention_mask, None if cache is not None else position_ids)
         targets = targets_of(self.model, labels, shift_labels, bounds)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dsf import Packing
 from dsf.call.calls import is_transformed
@@ -167,12 +168,35 @@ class SwiGLU(nn.Module):
         return self.down_proj(gated(up, gate)) if down is None else gated(up, gate, then=down)
 
 
-def check_labels(labels: Tensor | None, shape: torch.Size) -> None:
-    """Refuse labels that are no integers of the shape of ids. Raises InputError."""
+def check_range(name: str, ids: Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
+    """Refuse token ids that a vocabulary does not have, on a CPU: elsewhere a look at them would wait for the device.
+    Raises InputError."""
+    size = getattr(embedding, "num_embeddings", None)
+    plain = type(ids) is Tensor and ids.device.type == "cpu" and ids.numel() > 0
+    if size is None or not plain or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    if _get_current_dispatch_mode() is not None or is_transformed((ids,)):  # tracers, which see no numbers
+        return
+    low, high = (ids if ignored is None else torch.where(ids == ignored, 0, ids)).aminmax()
+    for found in (int(low), int(high)):
+        if not 0 <= found < size:
+            raise InputError(f"{name} has the token {found}, and the vocabulary is 0 to {size - 1}")
+
+
+def check_labels(labels: Tensor | None, shape: torch.Size, embedding: nn.Module) -> None:
+    """Refuse labels that are no integers of the shape of ids, or outside of the vocabulary. Raises InputError."""
     if labels is not None and labels.shape != shape:
         raise InputError(f"labels: expected the shape of ids, {tuple(shape)}, got {tuple(labels.shape)}")
     if labels is not None and (labels.is_floating_point() or labels.dtype == torch.bool):
         raise InputError(f"labels: expected integers [B, T], got {labels.dtype}")
+    if labels is not None:
+        check_range("labels", labels, embedding, IGNORED)
+
+
+def check_ids(ids: Tensor, labels: Tensor | None, embedding: nn.Module) -> None:
+    """`check_range` of ids, and `check_labels` beside them."""
+    check_range("ids", ids, embedding)
+    check_labels(labels, ids.shape, embedding)
 
 
 def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
