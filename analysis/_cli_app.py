@@ -217,9 +217,15 @@ def plan(
     typer.echo(str(chosen))
 
 
+def _is_given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
 @app.command()
 @_one_line_errors
 def check(
+    context: typer.Context,
     subject: SubjectArgument,
     examples: Annotated[int, typer.Option(min=1, help="random examples for each law and dtype")] = 6,
     tokens: Annotated[int, typer.Option(min=1, help="longest sequence")] = 130,
@@ -234,6 +240,12 @@ def check(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Test that every form of a recurrence is right, forward and backward; exit code 1 if a law is broken."""
+    if fuzz is not None:
+        laws = [f"--{name}" for name in ("examples", "tokens", "verbose") if _is_given(context, name)]
+        if laws:
+            raise dsf.InputError(
+                f"--fuzz runs random calls instead of the laws, so that it takes no {' and no '.join(laws)}"
+            )
     recurrence = find(subject).recurrence
     if fuzz is not None:
         from dsf.fuzz import run

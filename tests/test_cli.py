@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -164,6 +165,14 @@ def test_check_says_little_when_all_is_well_and_more_when_asked(reported):
     for flag in ("-v", "--verbose"):
         long = run("check", "mingru", flag).stdout
         assert long == f"{report}\n" and "grad initial_state" in long and "inputs: z real" in long
+
+
+@pytest.mark.parametrize("options", [["--examples", 6], ["--tokens", 20], ["-v"]], ids=str)
+def test_random_calls_take_no_options_of_the_laws(options):
+    """They were ignored."""
+    name = {"-v": "--verbose"}.get(options[0], options[0])
+    words = rf"--fuzz runs random calls instead of the laws, so that it takes no {name}$"
+    assert re.search(words, one_line(run("check", "mingru", "--fuzz", 1, *options, code=2)))
 
 
 def test_check_tells_briefly_what_is_broken(tmp_path, reported):
