@@ -205,6 +205,8 @@ def check_input(layer: Any, x: Tensor, step: bool = False, spread: bool = False)
         raise InputError(f"{name}: x must be a tensor {expected}, got {type(x).__name__}")
     if x.dim() != axes or (width is not None and x.shape[-1] != width):
         raise InputError(f"{name}: x has shape {list(x.shape)}, expected {expected}")
+    if x.layout != torch.strided:
+        raise InputError(f"{name}: x must be a dense tensor, got one of {x.layout}; give its to_dense()")
     if not x.is_floating_point():
         raise InputError(f"{name}: x is {x.dtype}, expected floating-point numbers {expected}; embed tokens first")
     for axis, size in zip("BT", x.shape[:-1], strict=False):

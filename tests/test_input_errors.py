@@ -32,6 +32,17 @@ def refused(text: str, *args, call=mixer, error=InputError, **kwargs) -> None:
     assert message.count("\n") == 0
 
 
+@pytest.mark.parametrize("made", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
+def test_tensors_that_are_not_dense_are_refused(made):
+    """They ended in torch's words, also after a call of dense ones of their shapes."""
+    words = r"must be a dense tensor, got one of torch\.\w+; give its to_dense\(\)"
+    state = mixer(**good(), return_state=True)[1]
+    for name in "kw":
+        refused(rf"^mixer: `{name}` {words}", **(good() | {name: made(good()[name])}))
+    refused(rf"^mixer: initial_state {words}", **good(), initial_state=made(state))
+    refused(rf"^GLA: x {words}", made(torch.randn(1, 3, 8)), call=dsf.mixers.GLA(8))
+
+
 def test_good_input_runs():
     assert mixer(**good()).shape == (B, T, H, P)
     x = good()

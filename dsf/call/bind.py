@@ -120,10 +120,16 @@ def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any, one_token: bool) ->
         )
     if x.dtype not in FLOATS:
         raise InputError(f"{spec.name}: `{name}` must be floating point, got {x.dtype}")
+    _check_dense(f"{spec.name}: `{name}`", x)
     if kind.steps is not None and x.shape[layout.index("n")] != kind.steps:
         raise InputError(
             f"{spec.name}: `{name}` is {kind}, expected n = {kind.steps} micro-steps {shown}, got shape {list(x.shape)}"
         )
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise InputError(f"{name} must be a dense tensor, got one of {x.layout}; give its to_dense()")
 
 
 def _sizes(spec: Spec, given: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Sizes:
@@ -226,6 +232,7 @@ def check_state(spec: Spec, state: Any, expected: tuple[int, ...], bound: Bound)
             f"{spec.name}: initial_state has dtype {state.dtype}, expected {bound.compute} (states are float32, "
             "or float64 for float64 inputs)"
         )
+    _check_dense(f"{spec.name}: initial_state", state)
     if state.device != bound.device:
         raise InputError(f"{spec.name}: initial_state is on {state.device}, but the inputs are on {bound.device}")
 

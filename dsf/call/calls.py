@@ -62,7 +62,7 @@ class Calls:
         if tensors is not None:
             grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, state) if isinstance(x, Tensor))
             how = (form, backend, one_token, grad, transformed, interpreted())
-            key = (*how, *((x.shape, x.dtype, x.device) for x in tensors))
+            key = (*how, *((x.shape, x.dtype, x.device, x.layout) for x in tensors))
             try:
                 found = self.kept.get(key)
             except TypeError:  # symbolic sizes under torch.compile
