@@ -272,6 +272,25 @@ def test_generate_decodes_in_the_memory_of_its_own_cache():
         assert torch.allclose(last, model(found.sequences[:1, 3:]).logits[0, -1], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_mask_of_one_token_behind_a_cache_is_read(static):
+    """A masked token went into the state."""
+    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt(tokens=8)
+    cache, whole = hf.DsfCache(model.config, static=static), torch.ones(2, 8, dtype=torch.long)
+    masked = whole.clone()
+    masked[1, 5:7] = 0
+    with torch.no_grad():
+        model(ids[:, :5], attention_mask=masked[:, :5], past_key_values=cache)
+        for t in range(5, 8):
+            last = model(ids[:, t : t + 1], attention_mask=masked[:, : t + 1], past_key_values=cache).logits[:, 0]
+        kept = torch.cat([ids[1:, :5], ids[1:, 7:]], 1)
+        for row, expected in ((0, model(ids[:1])), (1, model(kept))):
+            assert torch.allclose(last[row], expected.logits[0, -1], rtol=0, atol=1e-9)
+        model(ids[:, :1], attention_mask=torch.zeros_like(whole[:, :1]), past_key_values=cache)  # of no row
+        after = model(ids[:, :1], past_key_values=cache).logits[1, 0]
+        assert torch.allclose(after, model(torch.cat([kept, ids[1:, :1]], 1)).logits[0, -1], rtol=0, atol=1e-9)
+
+
 def test_a_static_cache_leaves_a_window_s_keys_in_their_memory():
     model, ids = tiny(["softmax_attention"]), prompt(tokens=40)
     for block in model.model.layers:

@@ -50,9 +50,9 @@ def unpadded(
     without padding.
 
     Waits for the device, to read the number of tokens; not for one token of sequences that have begun, as generation
-    passes no padding then. layer: the `Kept` state of the first of the mixers, if the sequences go on from one.
-    position_ids: without such a state, what begins again at 0 is a sequence of its own (`beginnings`). Raises
-    InputError for other shapes, and for sequences without a token that do not go on.
+    passes no padding then: of such, masks on a CPU alone are read. layer: the `Kept` state of the first of the mixers,
+    if the sequences go on from one. position_ids: without such a state, what begins again at 0 is a sequence of its own
+    (`beginnings`). Raises InputError for other shapes, and for sequences without a token that do not go on.
     """
     real = real_tokens(attention_mask, batch, tokens, layer)
     begins = None if layer is not None else beginnings(position_ids, real, batch, tokens)
@@ -76,7 +76,10 @@ def real_tokens(attention_mask: Any, batch: int, tokens: int, layer: Any = None)
     """Which of a call's tokens are no padding, bool [B, T]; None for all. As `unpadded`."""
     if isinstance(attention_mask, dict):  # generate() makes one for each type of layer
         attention_mask = attention_mask.get("linear_attention", next(iter(attention_mask.values()), None))
-    if attention_mask is None or (tokens == 1 and layer is not None and layer.begun):
+    if attention_mask is None:
+        return None
+    waits = torch.compiler.is_compiling() or attention_mask.device.type != "cpu"
+    if waits and tokens == 1 and layer is not None and layer.begun:
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
         raise InputError(
