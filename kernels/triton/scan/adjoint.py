@@ -161,7 +161,7 @@ def pull_tile(
         to, last = packed_ends(x.given.ends, at)
         late = tl.load(x.given.states + to, mask=last & at.n_ok & at.p_ok, other=0.0)
     de = dd * sum_key(c * seen, at.n_ok)
-    if holes.angle is None and holes.low is None:
+    if holes.elementwise:
         fresh = first_tokens(tokens, at, a, holes)
         g, cotangent = walk_back(a, fresh, written, late, cotangent, shape, x.given.states is not None)
         if MASKED:

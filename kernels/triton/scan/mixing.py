@@ -48,7 +48,7 @@ def moved_on(a, b, state, tokens, held, at, holes: tl.constexpr):
 @triton.jit
 def walked(a, b, state, tokens, held, at, holes: tl.constexpr, shape: tl.constexpr):
     """States before and after every token of a tile, and the last one, from `state` before it."""
-    if holes.angle is None and holes.low is None:
+    if holes.elementwise:
         found = walk(a, b, first_tokens(tokens, at, a, holes), state, shape.K, shape.G)
     else:
         before = entered(state, tokens, at, holes)
@@ -60,7 +60,7 @@ def walked(a, b, state, tokens, held, at, holes: tl.constexpr, shape: tl.constex
 @triton.jit
 def left_by(a, b, state, tokens, held, at, holes: tl.constexpr, shape: tl.constexpr):
     """The last state of a tile without runs, from `state` before it."""
-    if holes.angle is None and holes.low is None:
+    if holes.elementwise:
         found = last_state(a, b, first_tokens(tokens, at, a, holes), state, shape.K)
     else:
         found = moved_on(a, b, entered(state, tokens, at, holes), tokens, held, at, holes)

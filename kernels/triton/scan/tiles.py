@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.structs import Config
+from dsf.kernels.triton.structs import Config, derived
 from dsf.kernels.triton.tile import take
 
 
@@ -73,8 +73,23 @@ NAMES = (
     "runs_back", "spread", "whole", "ahead", "parted", "merge", "moved", "passed", "entry", "keys_at", "keys_added",
     "keys_stored", "after", "puts", "blank", "angle", "low",
 )  # fmt: skip
+
+
+class _Asked(Config):
+    """What kernels ask of `Holes`."""
+
+    angle: Any
+    low: Any
+
+    @derived
+    def elementwise(self) -> bool:
+        """Whether A acts on each entry alone: tiles of tokens are scanned at once."""
+        mixing = (self.angle, self.low)
+        return all((x.value if isinstance(x, tl.constexpr) else x) is None for x in mixing)
+
+
 # The printed functions of a spec, None for those that it does not need.
-Holes = make_dataclass("Holes", [(x, Any, None) for x in NAMES], bases=(Config,), frozen=True, repr=False)
+Holes = make_dataclass("Holes", [(x, Any, None) for x in NAMES], bases=(_Asked,), frozen=True, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
