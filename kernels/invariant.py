@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +85,16 @@ class Invariant:
     writes: tuple[Tensor, ...]
     before: bool = False
     torch_alone: bool = False
+    tables: dict[tuple[int, int, int, bool], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def powers(self, x: Tensor, count: int, stride: int = 1, adjoint: bool = False) -> Tensor:
+        """`columns` of `read` or one of `writes`, which outputs, initial and final states share."""
+        key = id(x), count, stride, adjoint
+        if key not in self.tables:
+            self.tables[key] = x, self.columns(x, count, stride, adjoint)  # beside x, which its id is of
+        return self.tables[key][1]
 
     def columns(self, x: Tensor, count: int, stride: int = 1, adjoint: bool = False) -> Tensor:
         """x, A^stride x, A^{2 stride} x, …: [count, ..., H, N, p], by doubling where A is no diagonal."""
@@ -113,8 +123,8 @@ class Invariant:
     def products(self, write: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """cᵀ A^l b, [H, p, length or more]."""
         fine = fine_of(length)
-        rows = self.columns(self.read, -(-length // fine), fine, adjoint=True).to(dtype)
-        return _products(rows, self.columns(write, fine).to(dtype)).flatten(-2)
+        rows = self.powers(self.read, -(-length // fine), fine, adjoint=True).to(dtype)
+        return _products(rows, self.powers(write, fine).to(dtype)).flatten(-2)
 
 
 def fine_of(length: int) -> int:
@@ -267,7 +277,7 @@ def convolution(
 def _from_state(system: Invariant, state: Tensor, tokens: int) -> Tensor:
     """The part of y from an initial state, cᵀ A^{t+1} S_0: [B, T, H, P]."""
     fine = fine_of(tokens)
-    rows = system.columns(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
+    rows = system.powers(system.read, -(-tokens // fine), fine, adjoint=True).to(state.dtype)
     first = state if system.before else system.step.power(state, 1)
     columns = system.columns(first, fine)  # [J, B, H, N, P]
     found = rearrange(rows, "i h n p -> h p i n") @ rearrange(columns, "j b h n p -> b h p n j")
@@ -286,7 +296,7 @@ def final_state(
     pad = -tokens % fine
     total: Tensor | None = None
     for write, x in zip(system.writes, drives, strict=True):
-        columns = system.columns(write, fine).to(x.dtype)  # A^j b
+        columns = system.powers(write, fine).to(x.dtype)  # A^j b
         late = _at_the_end(x, lengths).flip(1)
         late = torch.nn.functional.pad(late, (0, 0, 0, 0, 0, pad))
         p = max(columns.shape[-1], late.shape[-1])

@@ -28,7 +28,7 @@ from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject
 from dsf.checking.ranges import ranges_of
-from dsf.kernels.invariant import fast_length
+from dsf.kernels.invariant import Diagonal, fast_length
 from dsf.kernels.powers import Dense
 from dsf.language.invariant import is_invariant
 
@@ -219,6 +219,18 @@ def test_what_moves_is_refused_in_words(r, words):
 def test_a_kernel_asked_for_by_name_is_refused_in_words():
     with pytest.raises(FormError, match="the convolution form runs on torch, whose FFT it is"):
         taps.plan(T=100, form="convolution", backend="triton")
+
+
+@pytest.mark.parametrize("r, kind", [(mixers.s4, Dense), (two_steps, Diagonal)], ids=["s4", "two steps"])
+def test_outputs_and_states_share_the_tables_of_powers(r, kind, counting):
+    """Of what is read, of each write, and for an initial state beside them of what it leaves."""
+    inputs, writes = sample(r, T=50), {"s4": 1, "two_steps": 2}[r.name]
+    calls = counting(kind, "table")
+    _, state = r(**inputs, return_state=True, form="convolution")
+    assert calls[0] == 1 + writes
+    calls = counting(kind, "table")
+    r(**inputs, initial_state=state, return_state=True, form="convolution")
+    assert calls[0] == 1 + writes + (kind is Dense)
 
 
 def test_fast_lengths_hold_what_they_must():
