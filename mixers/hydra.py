@@ -57,8 +57,8 @@ class Hydra(BothWays):
 
     Source: Hwang et al. (arXiv 2407.09941), Section 4: shift(SS(x)) + flip(shift(SS(flip(x)))) + D x, where SS is
     `semiseparable`, shift moves by one token, and D is fc_D(x) + D, a number a head and token. Both directions share x,
-    A_log, dt_bias and the convolution, which is centred; each has its own dt, b and c. Initially: A_log = 0, D = 1, Delta
-    log-uniform in [dt_min, dt_max].
+    A_log, dt_bias and the convolution, which is centred; each has its own dt, b and c. Initially: A_log = 0, D = 1,
+    Delta log-uniform in [dt_min, dt_max].
 
     Ranks cannot share its tokens, as the convolution reads later ones. Raises InputError for parallel=, an even d_conv
     and sizes that do not divide.
@@ -124,8 +124,9 @@ class Hydra(BothWays):
             raise InputError("Hydra: its convolution looks ahead, which is not spread over ranks; call it without them")
         places = _places(x, cu_seqlens)
         z, *ways = self._ways(x, places)
-        own: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias, "cu_seqlens": cu_seqlens}
-        ahead, back = (shifted(semiseparable(**way, **own), None, places) for way in ways)
+        own: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        ys: list[Tensor] = [semiseparable(**(own | way), cu_seqlens=cu_seqlens) for way in ways]
+        ahead, back = (shifted(y, None, places) for y in ys)
         v = ways[0]["x"]
         skip = self.fc_D(v.flatten(2)) + self.D.to(v.dtype)
         y = torch.addcmul(ahead + _turned(back, places), v, skip.unsqueeze(-1))
