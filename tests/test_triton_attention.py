@@ -82,7 +82,7 @@ def test_the_last_queries_attend_as_among_all(last, dtype, decays, window):
     for begin in (0, tokens - last):
         leaves = [x.clone().requires_grad_() for x in (*given, *log)]
         q, k, v, *given_log = leaves
-        y, lse, _, _ = operator.attention(q[:, begin:], k, v, given_log[0] if decays else None, 0.3, window)
+        y, lse, _ = operator.attention(q[:, begin:], k, v, given_log[0] if decays else None, 0.3, window)
         y, lse = y[:, begin - tokens :][:, -last:], lse[:, :, -last:]
         grads = torch.autograd.grad((y, lse), leaves, (dy[:, -last:], dlse[:, :, -last:]))
         found.append([y, lse, grads[0][:, -last:], *grads[1:]])

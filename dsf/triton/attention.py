@@ -42,5 +42,5 @@ def attend(
     from dsf.kernels.triton.attention.operator import attention
 
     log = None if log is None else spread_heads(log, a.shape[1])
-    y, lse, _, _ = attention(a.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), log, scale, window or 0)
+    y, lse, _ = attention(a.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), log, scale, window or 0)
     return y.transpose(1, 2), lse

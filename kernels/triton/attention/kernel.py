@@ -12,13 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.attention.sums import PARTS
 from dsf.kernels.triton.attention.tiles import (
     between,
     difference,
     load_tile,
     load_vector,
-    near_parts,
     near_sums,
     since,
     store_tile,
@@ -94,13 +92,7 @@ def _exponents(x, a, keys, bh, first, start, T, tile: tl.constexpr, PART: tl.con
     of one query differ by a factor from what they are. So it is not if WIDE.
     """
     rows, columns, less = first + tl.arange(0, tile.R), start + tl.arange(0, tile.C), 0.0
-    if tile.FOLDED:
-        less = between(x.c + (3 * bh).to(tl.int64) * T, start, first, T)
-        near = near_parts(x.near, bh, start, T, tile.C, PART)
-        ones = tl.full([tile.R, PARTS], 1.0, tl.float32).to(near.dtype)
-        s = tl.dot(ones, tl.trans(near), tl.dot(a, tl.trans(keys)))
-        s *= x.scale * LOG2E
-    elif tile.BIASED and not tile.WIDE:
+    if tile.BIASED and not tile.WIDE:
         near, less = near_sums(x.c, bh, start, first, T, tile.C, PART)
         s = tl.dot(a, tl.trans(keys), input_precision="ieee") * (x.scale * LOG2E) - near[None]
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.attention.kernel import attention_columns, attention_forward, attention_rows
-from dsf.kernels.triton.attention.sums import PARTS, SIZE, attention_sums, attention_sums_gradient
+from dsf.kernels.triton.attention.sums import SIZE, attention_sums, attention_sums_gradient
 from dsf.kernels.triton.attention.tiles import Attended, Tiles
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import LIBRARY, operator
@@ -17,7 +17,6 @@ from dsf.kernels.triton.sizes import padded
 
 WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which have them"
 PASSES = "forward", "rows", "columns"
-FOLDED = ("forward",)  # the passes whose products of queries and keys add c of the keys
 
 
 def tiles(n: int, p: int, dtype: torch.dtype, of: str) -> dict[str, int]:
@@ -47,32 +46,25 @@ def _laid(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _given(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, near: Tensor, scale: float, window: int, *passes: str
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, scale: float, window: int, biased: bool, *passes: str
 ) -> tuple[Attended, list[dict[str, Any]]]:
-    """The kernels' common arguments, and the compile-time options of each pass. c, near: without numbers where there is
-    none.
+    """The kernels' common arguments, and the compile-time options of each pass. c: not read if not biased.
 
     q and k are rounded to the dtype of v here, not in every program. They are float32 where they were turned: what the
     gradient of an angle takes from rows and from columns cancels if both round the same numbers.
     """
     n, p, last = q.shape[3], v.shape[3], q.shape[1] < k.shape[1]
     wide = v.dtype == torch.float32
-    twice, biased, folded = wide or q.dtype != v.dtype, c.shape[2] > 0, near.shape[3] > 0
+    twice = wide or q.dtype != v.dtype
     (q, q_step), (k, k_step), (v, v_step) = map(_laid, (q.to(v.dtype), k.to(v.dtype), v))
     # constants, so that addresses of a tile's rows need no registers
     heads, shared, values = (constant(y.shape[2]) for y in (q, k, v))
-    own = c if biased else None, near if folded else None
-    x = Attended(q, k, v, *own, scale, heads, shared, values, constant(q_step), constant(k_step), constant(v_step))
+    x = Attended(q, k, v, c, scale, heads, shared, values, constant(q_step), constant(k_step), constant(v_step))
     found: list[dict[str, Any]] = []
     for of in passes:
         how = tiles(n, p, v.dtype, of)
         sizes = how.pop("R"), how.pop("C"), n, p, padded(n), padded(p)
-        found.append(
-            {
-                **how,
-                "tile": Tiles(window, biased, folded and of in FOLDED, wide, twice and of != "forward", last, *sizes),
-            }
-        )
+        found.append({**how, "tile": Tiles(window, biased, wide, twice and of != "forward", last, *sizes)})
     return x, found
 
 
@@ -81,37 +73,38 @@ def _programs(q: Tensor, tokens: int, size: int, before: int = 0) -> tuple[int]:
     return ((-(-tokens // size) - before // size) * q.shape[0] * q.shape[2],)
 
 
+def _stretches(x: Tensor) -> tuple[int, int]:
+    """The grid of programs for sums over the tokens of x [B, H, T]."""
+    return x.shape[0] * x.shape[1], -(-x.shape[2] // SIZE.value)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, scale: float, window: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [B, Q, H, P] in the dtype of v, lse [B, H, Q] in float32, c and near.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, Q, H, P] in the dtype of v, lse [B, H, Q] in float32, and c.
 
     q: [B, Q, H, N], the last Q of T tokens, k: [B, T, HK, N], v: [B, T, HV, P], HK and HV dividing H. log: [B, H, T],
     log decays, or None: the sum of those after a key up to the query is added to their score. scale: of scores. window:
     how many tokens a query sees, 0 for all. lse: the logarithm of the sum of the exponentials of each row's scores. c:
-    [B, H, 3, T] float32, the running sums of log in parts; without log [B, H, 0, T]. near: as of `attention_sums`, for
-    inputs of 16 bits; else [B, H, T, 0].
+    [B, H, 3, T] float32, the running sums of log in parts; without log [B, H, 0, T].
     """
     batch, queries, heads, _ = q.shape
     tokens = k.shape[1]
     y = v.new_empty(batch, queries, heads, v.shape[3])
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     c = q.new_empty(batch, heads, 0 if log is None else 3, tokens, dtype=torch.float32)
-    folded = log is not None and v.dtype != torch.float32 and scale != 0
-    near = q.new_empty(batch, heads, tokens, PARTS.value if folded else 0, dtype=torch.bfloat16)
     if log is not None:
-        along, every, programs = log.stride()[:2], log.stride(2), (batch * heads, -(-tokens // SIZE.value))
-        given = c, near if folded else None, scale, tokens, heads
-        launch(attention_sums, programs, log, *given, *along, every, num_warps=4)
-    x, (how,) = _given(q, k, v, c, near, scale, window, "forward")
+        along, every = log.stride()[:2], log.stride(2)
+        launch(attention_sums, _stretches(log), log, c, tokens, heads, *along, every, num_warps=4)
+    x, (how,) = _given(q, k, v, lse if log is None else c, scale, window, log is not None, "forward")
     grid = _programs(q, tokens, int(how["tile"].R), tokens - queries)
     launch(attention_forward, grid, x, y, lse, tokens, queries, **how)
-    return y, lse, c, near
+    return y, lse, c
 
 
 def _adjoint(
-    q: Tensor, k: Tensor, v: Tensor, c: Tensor, near: Tensor, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor,
-    scale: float, window: int, wide: bool,
+    q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor, scale: float,
+    window: int, wide: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v and, where there are log decays, of these [B, H, T], in float64 if wide.
 
@@ -124,7 +117,7 @@ def _adjoint(
     dq = q.new_empty(q.shape)
     dk, dv = (x.new_empty(batch, tokens, heads, x.shape[3], dtype=x.dtype if alone else torch.float32) for x in (k, v))
     dc = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if v.dtype == torch.float32 else torch.float32)
-    x, (by_rows, by_columns) = _given(q, k, v, c, near, scale, window, *PASSES[1:])
+    x, (by_rows, by_columns) = _given(q, k, v, c if biased else lse, scale, window, biased, *PASSES[1:])
     rows = _programs(q, tokens, int(by_rows["tile"].R), tokens - queries)
     columns = _programs(q, tokens, int(by_columns["tile"].C))
     dy = dy.contiguous()
@@ -135,36 +128,36 @@ def _adjoint(
     if not biased:
         return [dq, dk, dv]
     dlog = lse.new_empty(batch, heads, tokens, dtype=torch.float64 if wide else torch.float32)
-    launch(attention_sums_gradient, (batch * heads, -(-tokens // SIZE.value)), dc, dlog, tokens, num_warps=4)
+    launch(attention_sums_gradient, _stretches(dc), dc, dlog, tokens, num_warps=4)
     return [dq, dk, dv, dlog]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, log, ctx.scale, ctx.window = inputs
-    y, lse, c, near = output
+    y, lse, c = output
     ctx.wide = log is not None and log.dtype == torch.float64
-    ctx.mark_non_differentiable(c, near)
+    ctx.mark_non_differentiable(c)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, c, near, y, lse)
+    ctx.save_for_backward(q, k, v, c, y, lse)
 
 
-def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_order(WAY_OUT)
-    q, k, v, c, near, y, lse = ctx.saved_tensors
+    q, k, v, c, y, lse = ctx.saved_tensors
     dy = torch.zeros_like(y) if dy is None else dy
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    found = attention_adjoint(q, k, v, c, near, y, lse, dy, dlse, ctx.scale, ctx.window, ctx.wide)
+    found = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window, ctx.wide)
     dq, dk, dv, *dlog = found
     return dq, dk, dv, dlog[0] if dlog else None, None, None
 
 
 attention = operator(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? log, float scale, int window) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? log, float scale, int window) -> (Tensor, Tensor, Tensor)",
     _forward,
 )
 attention_adjoint = operator(
-    "attention_adjoint(Tensor q, Tensor k, Tensor v, Tensor c, Tensor near, Tensor y, Tensor lse, Tensor dy, "
-    "Tensor dlse, float scale, int window, bool wide) -> Tensor[]",
+    "attention_adjoint(Tensor q, Tensor k, Tensor v, Tensor c, Tensor y, Tensor lse, Tensor dy, Tensor dlse, "
+    "float scale, int window, bool wide) -> Tensor[]",
     _adjoint,
 )
 torch.library.register_autograd("dsf::attention", _backward, setup_context=_setup, lib=LIBRARY)

@@ -1,7 +1,7 @@
 """Running sums of log decays as the attention kernels take them, and back.
 
-In float64, one program a sequence and head: the sums go into exponents as differences, of which float32 would keep too
-few digits after many tokens.
+In float64, since the sums go into exponents as differences, of which float32 would keep too few digits after many
+tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dsf.kernels.triton.functions import LOG2E
 
 SIZE = tl.constexpr(1024)  # tokens of a program, and at a time
 NEAR = tl.constexpr(128)  # tokens whose sums are also kept less that of the first one; tiles of attention divide it
-PARTS = tl.constexpr(16)  # numbers whose sum is a key's near sum, the least width of a matrix product
 
 
 @triton.jit
@@ -27,13 +26,9 @@ def _up_to(x, step, begin, at, T):
 
 
 @triton.jit(do_not_specialize=["T", "batch", "head", "token"])
-def attention_sums(log, c, near, scale, T, H, batch, head, token):
+def attention_sums(log, c, T, H, batch, head, token):
     """c [B, H, 3, T] of log [B, H, T]: the sums up to every token in two float32 parts, and less that of the first of
-    NEAR tokens, in the units of exponents of 2. batch, head, token: strides of log.
-
-    near: None, or [B, H, T, PARTS], bfloat16: numbers that add up to minus the third part of c over the scale of
-    exponents.
-    """
+    NEAR tokens, in the units of exponents of 2. batch, head, token: strides of log."""
     bh, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
     log += bh // H * batch + bh % H * head
     c += 3 * bh * T
@@ -45,19 +40,9 @@ def attention_sums(log, c, near, scale, T, H, batch, head, token):
     first = sums.to(tl.float32)
     tl.store(c + at, first, mask=at < T)
     tl.store(c + T + at, (sums - first.to(tl.float64)).to(tl.float32), mask=at < T)
-    since = tl.reshape(sums, [SIZE // NEAR, NEAR])
-    since -= tl.sum(tl.where(tl.arange(0, NEAR)[None] == 0, since, 0.0), 1)[:, None]
-    since = tl.reshape(since, [SIZE]) * LOG2E
-    tl.store(c + 2 * T + at, since.to(tl.float32), mask=at < T)
-    if near is not None:
-        near += (bh * T + at) * PARTS
-        rest = -since / (scale * LOG2E)
-        for i in tl.static_range(3):  # of 8 digits each; float32 has 24
-            part = rest.to(tl.bfloat16)
-            tl.store(near + i, part, mask=at < T)
-            rest -= part.to(tl.float64)
-        for i in tl.static_range(3, PARTS):
-            tl.store(near + i, 0.0, mask=at < T)
+    near = tl.reshape(sums, [SIZE // NEAR, NEAR])
+    near -= tl.sum(tl.where(tl.arange(0, NEAR)[None] == 0, near, 0.0), 1)[:, None]
+    tl.store(c + 2 * T + at, (tl.reshape(near, [SIZE]) * LOG2E).to(tl.float32), mask=at < T)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -8,20 +8,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.attention.sums import NEAR, PARTS
+from dsf.kernels.triton.attention.sums import NEAR
 from dsf.kernels.triton.functions import LOG2E
 from dsf.kernels.triton.structs import Config
 
 
 class Attended(NamedTuple):
-    """q, k, v, c, near (of `attention_sums`, or None) and the scale of scores; of q, k and v the numbers of heads and
-    the strides of tokens."""
+    """q, k, v, c and the scale of scores; of q, k and v the numbers of heads and the strides of tokens."""
 
     q: Any
     k: Any
     v: Any
     c: Any
-    near: Any
     scale: Any
     H: Any
     HK: Any
@@ -34,7 +32,6 @@ class Attended(NamedTuple):
 @dataclass(frozen=True, repr=False)
 class Tiles(Config):
     """WINDOW: how many tokens a row sees, 0 for all. BIASED: there is c. R rows (queries) and C columns (keys) a tile.
-    FOLDED: c of the keys is part of the product that makes scores.
 
     WIDE: float32 inputs, where the gradient of c is summed in float64 and every tile is made like a part. TWICE: rows
     and columns need the same bits of ds, so rows sum them before they make them again. LAST: Q is less than T; else
@@ -44,7 +41,6 @@ class Tiles(Config):
 
     WINDOW: int
     BIASED: bool
-    FOLDED: bool
     WIDE: bool
     TWICE: bool
     LAST: bool
@@ -119,16 +115,6 @@ def near_sums(c, bh, first, row, T, SIZE: tl.constexpr, PART: tl.constexpr):
     if PART:
         return tl.load(c + 2 * T + at, mask=at < T, other=0.0), less
     return tl.load(c + 2 * T + at), less
-
-
-@triton.jit
-def near_parts(near, bh, first, T, SIZE: tl.constexpr, PART: tl.constexpr):
-    """near [B, H, T, PARTS] of SIZE tokens from `first` on, zeros beyond T of a PART."""
-    at, i = tl.arange(0, SIZE), tl.arange(0, PARTS)
-    place = near + (bh.to(tl.int64) * T + first) * PARTS + at[:, None] * PARTS + i[None]
-    if PART:
-        return tl.load(place, mask=(first + at < T)[:, None], other=0.0)
-    return tl.load(place)
 
 
 @triton.jit
