@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsf
 from dsf import mixers
+from dsf.call.packing import is_captured
 
 NAMES = ["mlstm", "gated_deltanet", "s6", "qlstm"]
 AT_ANY_T = ["gated_deltanet", "s6"]  # compiled a second time, with T as a symbol: a chunk form and a scan
@@ -101,6 +102,12 @@ def test_a_layer_is_one_graph():
     found = torch.autograd.grad(compiled(x)[0].square().sum(), list(layer.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_does_not_ask_whether_a_gpu_is_captured():
+    """As calls of packed sequences over ranks do on a GPU, which made torch.compile(fullgraph=True) refuse them."""
+    ask = torch.compile(lambda x: x + is_captured(torch.device("cuda")), fullgraph=True, backend="eager")
+    assert ask(torch.ones(1)).item() == 1
 
 
 def test_a_layer_and_a_call_in_reverse_are_one_graph():

@@ -76,9 +76,9 @@ class Packing:
 
         Raises InputError where they would have to be copied while a CUDA graph is captured.
         """
-        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():  # inside a node of a graph
-            return torch.tensor(self.bounds, dtype=torch.int32, device=device)
         found = self._placed.get(device)
+        if torch.compiler.is_compiling() and (found is None or not torch.compiler.is_dynamo_compiling()):
+            return torch.tensor(self.bounds, dtype=torch.int32, device=device)  # the graph's, or inside a node of it
         if found is None and is_captured(device):
             raise InputError(
                 f"Packing: its boundaries are not on {device} yet, and nothing can be copied there while a CUDA graph "
@@ -152,6 +152,8 @@ def is_hidden(cu_seqlens: Tensor) -> bool:
 
 def is_captured(device: torch.device) -> bool:
     """True while a CUDA graph is captured; nothing can be copied from the host then."""
+    if torch.compiler.is_compiling():  # a graph of torch.compile cannot ask
+        return False
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
