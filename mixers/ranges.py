@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsf import Recurrence
+from dsf.call.bind import bind
+from dsf.call.record import decays
 from dsf.checking.ranges import Range, key_axis, ranges_of
 from dsf.language.annotations import Input
 from dsf.language.errors import InputError
@@ -139,7 +141,7 @@ def _memory(recurrence: Recurrence) -> dict[str, float]:
         kept = {}
         for shift in (-2.0, 0.0, 2.0):
             inputs = random_inputs(recurrence, tokens=32, heads=2, N=4, P=4, shift={name: shift})
-            kept[shift / 2] = float(recurrence.trajectory(**inputs).transition.decay.abs().mean())
+            kept[shift / 2] = sum(float(x.abs().mean()) for x in decays(spec, bind(spec, (), inputs))) / len(spec.rows)
         best = max(kept, key=lambda direction: kept[direction])
         if best and kept[best] < 1:  # a decay of 1 everywhere has no gradient: a closed relu
             found[name] = best

@@ -15,6 +15,7 @@ import dsf
 from dsf import Key, Param, Scalar, System, Value, mixers
 from dsf.mixers import Layer, layer_for, parameter_groups
 from dsf.mixers._own import Owner
+from dsf.mixers.ranges import known
 
 ENTRIES = pytest.mark.parametrize("entry", mixers.ZOO, ids=lambda e: e.name)
 RATES = {
@@ -417,6 +418,18 @@ def mine(q: Key, k: Key, v: Value, keep: Scalar, write: Scalar, floor: Param[Key
     return System(A=dsf.diag(keep * dsf.sigmoid(floor)), B=dsf.l2norm(k) * (dsf.sigmoid(write) * v), C=q, D=scale * v)
 
 
+@dsf.recurrence
+def by_value(q: Key, k: Key, v: Value, g: Value, beta: Scalar) -> System:
+    """A acts on the Value axis, so there is no trajectory."""
+    return System(A=(dsf.I - beta * dsf.outer(v, v)) @ dsf.diag(dsf.sigmoid(g)), B=beta * k * v, C=q)
+
+
+@dsf.recurrence
+def within_five(q: Key, k: Key, v: Value, x: Value, f: Scalar) -> System:
+    """What D adds is no multiple of what the window keeps, so there is no matrix of weights."""
+    return System(A=dsf.sigmoid(f), B=k * v, C=q, D=x, window=5)
+
+
 def moved(layer):
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -424,7 +437,10 @@ def moved(layer):
     return layer
 
 
-@pytest.mark.parametrize("recurrence", [*(e.recurrence for e in mixers.ZOO), mine], ids=lambda r: r.name)
+OF_ALL_KINDS = [*(e.recurrence for e in mixers.ZOO), mine, by_value, within_five]
+
+
+@pytest.mark.parametrize("recurrence", OF_ALL_KINDS, ids=lambda r: r.name)
 def test_layers_of_any_recurrence_obey_the_laws(recurrence):
     torch.manual_seed(0)
     shared = {} if recurrence.name in NO_KEYS else {"n_key_heads": 1}
@@ -521,6 +537,12 @@ def test_a_layer_of_a_recurrence_without_memory_behind_it():
     assert layer(torch.randn(1, 3, 8))[0].isfinite().all()
     layer.to(torch.bfloat16)
     assert layer.floor.dtype is torch.float32 and layer(torch.randn(1, 3, 8).bfloat16())[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("recurrence", "gate"), [(by_value, "g"), (within_five, "f"), (mixers.s4, "A_log")])
+def test_memory_of_a_gate_is_told_by_the_decay_alone(recurrence, gate):
+    """Without a trajectory, and without the cosines of turns, which hide that a larger rate forgets."""
+    assert known(recurrence).memory[gate] == (-1.0 if gate == "A_log" else 1.0)
 
 
 # However a mixer is given

@@ -66,6 +66,14 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
     return Trajectory(spec, problem, gauge, None, drive, _quotient_unit(lowered), scale, start)
 
 
+def decays(spec: Spec, bound: Bound) -> list[Tensor]:
+    """The decay in every row of A, [B|1, T|1, H|1, n, p] each, also of a system that has no trajectory."""
+    if spec.turning is not None:
+        return decays(spec.turning.spec, materialised(spec, spec.turning, bound, None))
+    values = Evaluator(environment(spec, bound), bound.sizes.keys, bound.sizes.p)
+    return [values(r.normal.decay) for r in spec.rows]
+
+
 def _driving(found: Drive, values: Evaluator, shape: tuple[int, int, int, int]) -> Tensor:
     """The driving input u [B, rows, H, P]; zero in rows that write nothing."""
     rows = [values.full(0.0) if node is None else values(node) for node in found.inputs]
