@@ -1,6 +1,7 @@
 """A recurrence declared wrongly is refused where it is declared, with its name, its line and what is wrong."""
 
 import copy
+import dataclasses
 import math
 import pickle
 import re
@@ -31,6 +32,7 @@ from dsf import (
     turn,
 )
 from dsf.language import functions
+from dsf.language.instead import hint
 
 
 def operator_times_operator(q: Key, k: Key, v: Value):
@@ -51,6 +53,18 @@ def key_scales_operator(q: Key, k: Key, v: Value, a: Key):
 
 def not_linear(q: Key, k: Key, v: Value):
     return System(A="decay", B=k * v, C=q)
+
+
+def two_conditions(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=dsf.where((a > 0) & (a < 1), a, 0.5), B=k * v, C=q)
+
+
+def not_a_condition(q: Key, k: Key, v: Value, a: Scalar):
+    return System(A=dsf.where(~(a > 0), a, 0.5), B=k * v, C=q)
+
+
+def power_of_an_operator(q: Key, k: Key, v: Value):
+    return System(A=(I - outer(k, k)) ** 2, B=k * v, C=q)
 
 
 def comparison_as_transition(q: Key, k: Key, v: Value, a: Scalar):
@@ -496,7 +510,10 @@ ON_A_LINE = [
     (rule_is_no_rule, "normalize is a rule such as dsf.ratio, .* got 'ratio'", 'normalize="ratio"'),
     (rule_branches, "a traced expression has no truth value: `den > 0`", "if den > 0"),
     (wrong_read, 'read is "after" or "before", got \'now\'', 'read="now"'),
-    (gauge_with_axes, r"gauge = v must be a Scalar expression, it varies over \{'value'\}", "gauge=v"),
+    (gauge_with_axes, r"gauge = v must be a Scalar expression, it varies over Value$", "gauge=v"),
+    (two_conditions, r"for &: .*; a condition is one comparison: where\(a > 0, where\(b > 0, x, y\), y\)", "(a > 0) &"),
+    (not_a_condition, "unary ~: .*; a condition is one comparison", "~(a > 0)"),
+    (power_of_an_operator, r"'Operator' and 'int'; a power of an operator is a product, A @ A", "** 2"),
     (compose_reads_twice, "only the last micro-step is read: leave C, D, normalize, gauge and window out", "compose("),
     (compose_of_nothing, r"compose\(\) needs at least one System", "compose()"),
     (compose_of_expressions, "compose takes Systems, got Expr", "compose("),
@@ -763,3 +780,12 @@ def test_what_tensors_have_is_answered_with_what_to_write(write, text):
 def test_expressions_have_no_attributes_that_copies_or_checks_stumble_on():
     k = dsf.Expr("input", (), ("k", None), frozenset({"key"}))
     assert not hasattr(k, "T") and not hasattr(k, "__array__") and copy.copy(k) is k is pickle.loads(pickle.dumps(k))
+
+
+def test_the_options_of_a_system_are_written_in_their_order():
+    """In the page and in the error: given by position they would be taken in another one."""
+    names = [f.name for f in dataclasses.fields(System)][:9]
+    page = (Path(__file__).parents[1] / "docs/language.md").read_text()
+    for text in (page, hint(TypeError("System.__init__() missing"))):
+        found = re.search(r"System\((A, B, C.*?)\)", text)
+        assert found and [x.partition("=")[0] for x in found[1].split(", ")] == names

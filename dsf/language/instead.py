@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from typing import Any
 
@@ -81,4 +82,8 @@ def hint(error: Exception) -> str:
         return "; of Steps[..., n] inputs there are n, the first at 0"
     if isinstance(error, TypeError) and str(error).startswith("System.__init__()"):
         return "; it is System(A, B, C, D=0, read='after', normalize=None, gauge=None, drive=None, window=None)"
+    if isinstance(error, TypeError) and re.search(r"(for|unary) [&|~]", str(error)):
+        return "; a condition is one comparison: where(a > 0, where(b > 0, x, y), y) is x where both hold"
+    if isinstance(error, TypeError) and "for ** or pow(): 'Operator'" in str(error):
+        return "; a power of an operator is a product, A @ A"
     return ""

@@ -80,9 +80,8 @@ class System(OperatorBase):
         if self.gauge is not None:
             put(self, "gauge", _expression("gauge", self.gauge))
             if self.gauge.axes:
-                raise TraceError(
-                    f"gauge = {self.gauge} must be a Scalar expression, it varies over {set(self.gauge.axes)}"
-                )
+                over = " and ".join(axis.title() for axis in (KEY, VALUE) if axis in self.gauge.axes)
+                raise TraceError(f"gauge = {self.gauge} must be a Scalar expression, it varies over {over}")
 
         note(self)
 
