@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import dsf
-from dsf import mixers
+from dsf import Key, Scalar, System, Value, mixers
 from dsf.analysis import convert as conversion
+from dsf.analysis import record
 from dsf.analysis.convert import ConversionError, fir, fir_inputs
 
 pytest.importorskip("transformers")
@@ -623,6 +624,30 @@ def test_a_layer_without_a_state_says_so_once():
     assert "Conv" not in str(error.value)
     with dsf.convert(nn.Sequential(model[0], mixers.GLA(16))) as converted:
         assert [x.name for x in converted.layers] == ["1"] and converted.left_alone[0].type == "Hyena"
+
+
+def test_layers_of_recurrences_without_a_trajectory_are_left_alone_with_the_reason():
+    """One of them refused the recording of a whole model."""
+
+    @dsf.recurrence
+    def oja(q: Key, k: Key, v: Value, b: Scalar) -> System:
+        return System(A=dsf.I - dsf.sigmoid(b) * dsf.outer(v, v), B=k * v, C=q)
+
+    @dsf.recurrence
+    def within(q: Key, k: Key, v: Value, x: Value) -> System:
+        return System(A=0.9, B=k * v, C=q, D=x, window=3)
+
+    torch.manual_seed(0)
+    layers = [mixers.Layer(r, 16, 2, conv=0, gate=False) for r in (oja, mixers.gla, within)]
+    model = nn.ModuleList(layers)
+    with dsf.convert(model) as converted, record(converted) as recording:
+        x = torch.randn(1, 5, 16)
+        for layer in model:
+            layer(x)
+        first, last = converted.left_alone
+        assert (first.name, last.name) == ("0", "2")
+        assert "A acts on the Value axis" in first.why and "D = x is no multiple of v" in last.why
+    assert recording.layers == ("1",)
 
 
 def test_bad_models_are_refused_with_the_reason():

@@ -13,6 +13,7 @@ from torch import nn
 
 from dsf.analysis.convert.cores import CORES, Core
 from dsf.analysis.convert.forwards import FORWARDS, Forward, both_ways, declared
+from dsf.call.record import no_trajectory
 from dsf.mixers import Hydra, Hyena, Mixer, VisionMamba
 
 LOOKS_LIKE_A_MIXER = re.compile(r"(Attention|Mixer|SSM|Mamba|DeltaNet|Rwkv|Retention|Recurrent|LSTM|GRU|RNN)\d*$")
@@ -101,6 +102,8 @@ def _how(module: nn.Module) -> Core | Forward | str | None:
     if own is not None:
         return own
     if isinstance(module, Mixer):  # a layer of dsf.mixers: its declaration is known
+        if no_trajectory(module.recurrence.spec) is not None:
+            return None
         return Forward(cls.__name__, module.recurrence, declared)
     if isinstance(module, Hydra | VisionMamba):
         return Forward(cls.__name__, module.recurrence, both_ways)
@@ -128,6 +131,8 @@ def _unlike_softmax(module: nn.Module) -> str | None:
 def _why_not(module: nn.Module) -> str | None:
     if isinstance(module, Hyena):
         return f"{module.no_state}, and no recurrence"
+    if isinstance(module, Mixer):
+        return no_trajectory(module.recurrence.spec)
     if isinstance(module, NONLINEAR):
         return "its recurrence is nonlinear in its state"
     if isinstance(module, nn.MultiheadAttention):

@@ -22,6 +22,7 @@ from dsf.kernels.scores import FLOOR, Definition, Read, Scores, place_behind, pl
 from dsf.kernels.turns import turn_pairs, turned_and_rounded, whole_turns_left_out
 from dsf.language.attention import divides_by_one
 from dsf.language.errors import FormError
+from dsf.language.expr import const
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM
 from dsf.torch.lower import apply_linear_rule, apply_rule
@@ -309,13 +310,20 @@ def attention_of(spec: Spec, bound: Bound, timed: Timed) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def no_matrix(spec: Spec) -> str | None:
+    """Why the matrix of the weights of values cannot hold D, or None."""
+    value = spec.rows[0].terms[0].value
+    if spec.system.D is const(0) or multiple_of(spec.system.D, value) is not None:
+        return None
+    return (
+        f"D = {spec.system.D} is no multiple of {value}, the values that the window keeps, so the matrix of their "
+        "weights cannot hold it; leave D out and add it to y"
+    )
+
+
 def _own(spec: Spec, x: Operands) -> Tensor:
     """D as a factor of the token's value [B, H, T, p]."""
-    value = spec.rows[0].terms[0].value
-    found = multiple_of(spec.system.D, value)
+    why, found = no_matrix(spec), multiple_of(spec.system.D, spec.rows[0].terms[0].value)
     if found is None:
-        raise FormError(
-            f"{spec.name}: D = {spec.system.D} is no multiple of {value}, the values that the window keeps, so the "
-            "matrix of their weights cannot hold it; leave D out and add it to y"
-        )
+        raise FormError(f"{spec.name}: {why}")
     return x.values(found).squeeze(-2).transpose(1, 2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsf.call.attention import attention_of
+from dsf.call.attention import attention_of, no_matrix
 from dsf.call.bind import Bound, environment
 from dsf.call.frame import materialised
 from dsf.call.plan import make_plan
@@ -39,11 +39,9 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
         query, _ = solutions(spec, bound, None, initial_state, plan)
         start = None if initial_state is None else initial_state[..., : bound.sizes.p]
         return record(*reading(spec, bound, query), start)
-    if spec.acts_on_values:
-        raise FormError(
-            f"{spec.name}: trajectories hold operators on the Key axis, and A acts on the Value axis; declare the "
-            "transposed system (keys where values are) for its matrices"
-        )
+    why = no_trajectory(spec)
+    if why is not None:
+        raise FormError(f"{spec.name}: {why}")
     timed = timed_inputs(spec, bound)
     if spec.is_attention:
         return Trajectory(spec, None, None, Attention(**attention_of(spec, bound, timed)))
@@ -64,6 +62,18 @@ def record(spec: Spec, bound: Bound, initial_state: Tensor | None = None) -> Tra
     lowered = lower(spec, values, shape, None, None)
     scale = _den(lowered.rescale, lowered), lowered.one
     return Trajectory(spec, problem, gauge, None, drive, _quotient_unit(lowered), scale, start)
+
+
+def no_trajectory(spec: Spec) -> str | None:
+    """Why no call of the recurrence has a trajectory, or None."""
+    if spec.turning is not None:
+        return no_trajectory(spec.turning.spec)
+    if spec.acts_on_values:
+        return (
+            "trajectories hold operators on the Key axis, and A acts on the Value axis; declare the transposed system "
+            "(keys where values are) for its matrices"
+        )
+    return no_matrix(spec) if spec.is_attention and not spec.is_plain_softmax else None
 
 
 def decays(spec: Spec, bound: Bound) -> list[Tensor]:
