@@ -49,7 +49,7 @@ class Layer(Mixer):
 
     Biases of the decay's inputs start uniform between 0 and LONGEST, in the direction of a longer memory; Params that
     the transition reads start normal with the same shift, other Params at one. init: by input name another initial
-    value of a Param, or of a gate on average: a number, a tensor or a function of the shape.
+    value of a Param, or of a gate on average: a number, a tensor, or a function called with the sizes (`torch.zeros`).
     Raises InputError for sizes that do not divide, and for an init of an input without one or outside its range.
     """
 
