@@ -14,7 +14,7 @@ from dsf import Recurrence
 from dsf.analysis.measures import attention_map, eigenvalues, half_life
 from dsf.analysis.records import Eigenvalues, Errors, HalfLives, Histogram, Percentiles, Plane
 from dsf.analysis.training import ByteLM
-from dsf.checking.measure import distance
+from dsf.checking.measure import distance, typical_entry
 from dsf.language.annotations import Kind
 from dsf.language.expr import VALUE
 
@@ -97,16 +97,18 @@ def disagreement(recurrence: Recurrence, inputs: Inputs) -> dict[str, Errors]:
     """The worst relative errors of each form against naive in float64, by form.
 
     Worst over heads and blocks of 16 tokens (dsf.checking.measure.distance). Gradients are those of all inputs for a
-    fixed random gradient of the output.
+    fixed random gradient of the output, and are computed from each other, so that one whose terms cancel (what num and
+    den are multiplied by alike) is held to the size of the largest, as in dsf.check.
     """
     expected = _with_gradients(recurrence, inputs, "naive")
     kinds = {i.name: i.kind for i in recurrence.spec.inputs}
+    scale = max(typical_entry(x, kinds[k]) for k, x in expected[1].items())
     found = {}
     for form in recurrence.forms:
         if form == "naive":
             continue
         y, grads = _with_gradients(recurrence, inputs, form)
-        errors = [distance(grads[k], expected[1][k], kinds[k], "float64") for k in grads]
+        errors = [distance(grads[k], expected[1][k], kinds[k], "float64", scale) for k in grads]
         found[form] = Errors(output=distance(y, expected[0], OUTPUT, "float64"), gradient=max(errors))
     return found
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dsf
-from dsf import InputError, Scalar, System
+from dsf import InputError, Scalar, System, Value
 from dsf.analysis import compare as engine
 from dsf.analysis import report
 from dsf.analysis.compare import fair, recall, saved
@@ -480,6 +480,17 @@ def test_disagreement_sees_a_form_that_is_off(monkeypatch):
     monkeypatch.setattr(dsf.Recurrence, "__call__", wrong)
     found = disagreement(deltanet, inputs)
     assert found["chunk"].output > 1e-7 and found["scan"].output < 1e-12
+
+
+def test_a_gradient_that_is_nothing_is_no_disagreement():
+    """A gate of num and den alike cancels in their quotient, so its gradient is 0; rounding leaves no share of that."""
+
+    @dsf.recurrence
+    def gated_quotient(v: Value, i: Value, o: Value) -> System:
+        return System(A=0.9, B=dsf.exp(i) * v, C=dsf.sigmoid(o), normalize=dsf.ratio)
+
+    found = disagreement(gated_quotient, random_inputs(gated_quotient, tokens=40, heads=2, N=1, P=3))
+    assert max(errors.worst for errors in found.values()) < engine.LAW
 
 
 def test_speeds_are_of_every_form_the_structure_has():
