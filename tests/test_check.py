@@ -382,6 +382,18 @@ def test_drawn_inputs_lie_in_their_ranges(inputs):
     assert y.shape[:3] == inputs["q"].shape[:3] and y.isfinite().all()
 
 
+@dsf.recurrence
+def oja(q: Key, k: Key, v: Value, b: Scalar) -> System:
+    return System(A=I - b * outer(v, v), B=k * v, C=q)
+
+
+@given(testing.inputs_for(oja))
+@settings(max_examples=20)
+def test_values_that_erase_are_of_length_one_over_channels(inputs):
+    """Not over heads: their states grew without bound."""
+    torch.testing.assert_close(inputs["v"].norm(dim=-1), torch.ones_like(inputs["v"][..., 0]))
+
+
 @given(st.data())
 @settings(max_examples=60)
 def test_strategies_draw_what_they_say(data):

@@ -545,6 +545,15 @@ def test_memory_of_a_gate_is_told_by_the_decay_alone(recurrence, gate):
     assert known(recurrence).memory[gate] == (-1.0 if gate == "A_log" else 1.0)
 
 
+def test_values_that_erase_stay_bounded_in_a_layer():
+    """They are made of length one over channels, not over heads."""
+    torch.manual_seed(0)
+    layer = Layer(by_value, 16, 4, init={"beta": 1.9})
+    v = layer.inputs(x := torch.randn(1, 500, 16))["v"]
+    torch.testing.assert_close(v.norm(dim=-1), torch.ones_like(v[..., 0]))
+    assert layer(x)[0].abs().max() < 100
+
+
 # However a mixer is given
 
 

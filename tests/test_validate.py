@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import dsf
-from dsf import InputError, Param, Scalar, System, Value, mixers, sigmoid
+from dsf import I, InputError, Key, Param, Scalar, System, Value, mixers, outer, sigmoid
 from dsf.call import guard
 from dsf.checking.examples import Example
 from dsf.checking.ranges import legal_ranges, ranges_of
@@ -102,6 +102,21 @@ def test_values_out_of_their_range_are_named_with_place_value_and_range():
     refused("`k` has length 3 at batch row 1, token 7, head 0; expected unit length", "l2norm(k)", **x)
     x["k"] = 5 * x["k"]
     refused("batch row 0, token 0, head 0 (and 53 more)", **x)
+
+
+@dsf.recurrence
+def oja(q: Key, k: Key, v: Value, b: Scalar):
+    return System(A=I - b * outer(v, v), B=k * v, C=q)
+
+
+def test_values_that_erase_are_held_to_their_length_over_channels():
+    """Not over heads, where several vectors of length one meet."""
+    (q, k), v, b = torch.randn(2, B, T, H, N), F.normalize(torch.randn(B, T, H, P), dim=-1), torch.rand(B, T, H)
+    with dsf.validate():
+        oja(q, k, v, b)
+    v[1, 7, 2] *= 3
+    words = "`v` has length 3 at batch row 1, token 7, head 2; expected unit length"
+    refused(words, "v * rsqrt(sum_value(v * v)", call=oja, q=q, k=k, v=v, b=b)
 
 
 def test_the_earliest_token_is_named():

@@ -32,7 +32,7 @@ PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 @dataclass(frozen=True)
 class Range:
-    """The values an input may take: low ≤ x ≤ high entry by entry; unit: vectors of length one on the Key axis."""
+    """The values an input may take: low ≤ x ≤ high entry by entry; unit: vectors of length one, of a Key or a Value."""
 
     low: float = -INF
     high: float = INF
@@ -382,8 +382,8 @@ def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
 
 
 def key_axis(kind: Kind) -> int:
-    """The Key axis, counted from the last axis."""
-    return -2 if VALUE in kind.axes else -1
+    """The axis of the vectors that have a length, counted from the last one: Key's, or of a Value its channels."""
+    return -2 if kind.axes == {KEY, VALUE} else -1
 
 
 def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:

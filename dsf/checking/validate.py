@@ -196,7 +196,7 @@ def _hidden(tensors: Sequence[Tensor]) -> str:
 
 
 def _fine(x: Tensor, allowed: Range, kind: Kind) -> Tensor:
-    """Where x is finite and in its range: bool; for unit vectors with a Key axis of size 1."""
+    """Where x is finite and in its range: bool; for unit vectors with their axis of size 1."""
     if allowed.is_real:
         return x.isfinite()
     slack = _slack(x.dtype)
@@ -256,18 +256,20 @@ def _out_of_range(
     wrong, layout = ~fine, kind.layout()
     at = _first(wrong, layout)
     if allowed.unit:
-        size, place = float(_lengths(x, kind)[at]), [p for p in zip(layout, at, strict=True) if p[0] != "N"]
+        whole = layout[key_axis(kind)]
+        size, place = float(_lengths(x, kind)[at]), [p for p in zip(layout, at, strict=True) if p[0] != whole]
         there = where(*zip(*place, strict=True))
         text = f"`{name}` has length {size:.6g} at {there}{_others(wrong)}; expected unit length"
     else:
         text = f"`{name}` is {float(x[at]):.6g} at {where(layout, at)}{_others(wrong)}; expected {name} {allowed}"
-    _raise(spec, text, _hint(name, allowed))
+    _raise(spec, text, _hint(name, allowed, kind))
 
 
-def _hint(name: str, allowed: Range) -> str:
+def _hint(name: str, allowed: Range, kind: Kind) -> str:
     """A suggestion for the error message."""
     if allowed.unit:
-        return f"normalise it, l2norm({name}) in the declaration or torch.nn.functional.normalize({name}, dim=-1)"
+        own = f"l2norm({name})" if KEY in kind.axes else f"{name} * rsqrt(sum_value({name} * {name}) + 1e-6)"
+        return f"normalise it, {own} in the declaration or torch.nn.functional.normalize({name}, dim=-1)"
     if allowed.low == 0 and allowed.high < INF:
         factor = "" if allowed.high == 1 else f"{allowed.high:g} * "
         return f"if it is a logit, give {factor}sigmoid({name})"
