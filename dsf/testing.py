@@ -21,7 +21,8 @@ from torch import Tensor
 from dsf.call.recurrence import Recurrence
 from dsf.checking.examples import Example, draw_tensor, regimes_of, tensor_regimes
 from dsf.checking.laws import errors
-from dsf.checking.ranges import REAL, UNIT, Given, Range, ranges_of
+from dsf.checking.ranges import Given, ranges_of
+from dsf.checking.values import REAL, UNIT, Range
 from dsf.language.annotations import Key, Kind, Value
 from dsf.language.errors import DsfError
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsf import Recurrence
 from dsf.call.bind import state_keys
-from dsf.checking.ranges import Range, key_axis
+from dsf.checking.values import Range, key_axis
 from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of

@@ -14,7 +14,8 @@ from torch import Tensor
 from dsf import Recurrence
 from dsf.call.bind import bind
 from dsf.call.record import decays
-from dsf.checking.ranges import Range, key_axis, ranges_of
+from dsf.checking.ranges import ranges_of
+from dsf.checking.values import Range, key_axis
 from dsf.language.annotations import Input
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of

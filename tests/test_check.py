@@ -17,7 +17,8 @@ from dsf.checking import check as checking
 from dsf.checking.examples import Example, draw_tensor, lengths
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import Subject, distance
-from dsf.checking.ranges import Range, legal_ranges, ranges_of
+from dsf.checking.ranges import legal_ranges, ranges_of
+from dsf.checking.values import Range
 from dsf.fuzz import run as fuzz
 from dsf.kernels.operators import Transition
 
@@ -368,6 +369,20 @@ def test_ranges_follow_from_the_expressions():
     parts = {"Lambda_re": "≤ -0.1", "Lambda_im": "real"}  # re² + im² divides, so not both are 0
     assert parts.items() <= words(dsf.mixers.s5).items()
     assert legal_ranges(dsf.mixers.s5.spec)[1] >= {"Lambda_re"}, "0 beside another imaginary part is no mistake"
+
+    @dsf.recurrence
+    def powers(
+        q: Key, k: Key, v: Value, a: Scalar, b: Scalar, c: Scalar, d: Scalar, e: Scalar, f: Scalar, g: Scalar, h: Key
+    ) -> System:
+        w = (1 - b) ** 0.5 + c**1.5 + d**-1 + e**f + dsf.log1p(g)
+        return System(A=a**0.5, B=w * h**2 * k * (1 + h**-2) * v, C=q)
+
+    assert words(powers) == {
+        "q": "real", "k": "real", "v": "real", "a": "in [0.1, 1]", "b": "≤ 0.9", "c": "≥ 0", "d": "≥ 0.1", "e": "≥ 0.1",
+        "f": "real", "g": "≥ 0", "h": "real"
+    }  # fmt: skip
+    ranges, loose = legal_ranges(powers.spec)
+    assert str(ranges["b"]) == "≤ 1" and loose == {"d", "g"}, "1 / -1 and log1p(-0.5) are numbers, (-1) ** 0.5 is none"
 
     assert words(sunk) == {"q": "real", "k": "real", "v": "real", "g": "≤ 0", "s": "≥ 0", "t": "real"}
 

@@ -23,7 +23,7 @@ from dsf.analysis.probe import disagreement, first, spectrum, speeds
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
 from dsf.analysis.training import Setup, bits_per_byte, build, make_model, train
-from dsf.checking.ranges import Range
+from dsf.checking.values import Range
 from dsf.mixers import ZOO
 from dsf.mixers.layer import Layer, random_inputs, squash
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.recurrence import Recurrence, State
-from dsf.checking.ranges import INF, Range, key_axis, plain
+from dsf.checking.values import INF, Range, key_axis, plain
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.expr import KEY, VALUE, inputs_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsf.call.bind import Sizes, bind
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import Example, generator_of, same_state
-from dsf.checking.ranges import Range
+from dsf.checking.values import Range
 from dsf.kernels.attention import KVCache, joined
 from dsf.language.annotations import Kind
 from dsf.language.errors import FormError

@@ -7,16 +7,14 @@ satisfy this (a decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded; 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsf.call.bind import bind, environment
-from dsf.language.annotations import Kind
+from dsf.checking.values import INF, REAL, TINY, UNIT, Range, key_axis, plain
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, substitute
 from dsf.language.operator import Correction
@@ -24,39 +22,10 @@ from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.evaluate import Evaluator
 
-INF = math.inf
 APART = 0.1  # the least distance from 0 of random denominators and arguments of log
-TINY = sys.float_info.min  # the least legal distance: "> 0"
 PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 
-@dataclass(frozen=True)
-class Range:
-    """The values an input may take: low ≤ x ≤ high entry by entry; unit: vectors of length one, of a Key or a Value."""
-
-    low: float = -INF
-    high: float = INF
-    unit: bool = False
-
-    @property
-    def is_real(self) -> bool:
-        """True when every real number is allowed."""
-        return not self.unit and self.low == -INF and self.high == INF
-
-    def __str__(self) -> str:
-        if self.unit:
-            return "of unit length"
-        if self.is_real:
-            return "real"
-        if self.low == -INF:
-            return f"≤ {self.high:g}"
-        if self.low == TINY:
-            return "> 0" if self.high == INF else f"in (0, {self.high:g}]"
-        return f"≥ {self.low:g}" if self.high == INF else f"in [{self.low:g}, {self.high:g}]"
-
-
-REAL = Range()
-UNIT = Range(unit=True)
 Given = Mapping[str, "Range | tuple[float, float]"]
 
 
@@ -65,8 +34,9 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
 
     The demands, in this order:
 
-    * domain: denominators and arguments of log, sqrt, rsqrt positive; those of phi1, which grows as exp, at most 0; a
-      part of a complex rate that divides and is bounded by 0 is not 0, lest the other is, too;
+    * domain: denominators, arguments of log, sqrt, rsqrt and what is raised to powers other than integers positive;
+      arguments of log1p above -1; those of phi1, which grows as exp, at most 0; a part of a complex rate that divides
+      and is bounded by 0 is not 0, lest the other is, too;
     * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0]);
     * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
       that is a factor of scale (DeltaNet's β) in [0, 2/R];
@@ -168,8 +138,13 @@ class _Inference:
                 self.positive(node.args[1])
             elif node.op in ("log", "sqrt", "rsqrt"):
                 self.positive(node.args[0])
+            elif node.op == "log1p":
+                with self.shared():  # an input is narrowed to 0 and more, and may be less
+                    self.positive(node.args[0], -1.0)
             elif node.op == "phi1":
                 self.demand(node.args[0], -INF, 0.0)
+            elif node.op == "pow":
+                self.powers(*node.args)
 
     def off_zero(self) -> None:
         """A square of what may be 0 at most or at least leaves 0, where it is added to others and divides (a rate)."""
@@ -182,10 +157,18 @@ class _Inference:
                     if (low, -high) != (old.low, old.high) and not old.unit:
                         self._set(x.attrs[0], Range(low, -high))
 
-    def positive(self, x: Expr) -> None:
-        """Demand x above 0 by a margin, unless it already is positive."""
-        if self.probe(x).min() <= 0:
-            self.demand(x, self.apart, INF)
+    def positive(self, x: Expr, least: float = 0.0) -> None:
+        """Demand x above `least` by a margin, unless it already is."""
+        if self.probe(x).min() <= least:
+            self.demand(x, least + self.apart, INF)
+
+    def powers(self, base: Expr, power: Expr) -> None:
+        """Demand a base that has this power, and a slope there; even powers are left alone, as a² in a divisor is."""
+        if not power.is_constant or (power.value < 1 and power.value % 2):
+            with self.shared(power.is_constant and power.value % 1 == 0):  # 1 / x: below 0 as well
+                self.positive(base)
+        elif power.value % 1 and self.probe(base).min() < 0:  # 0 has a slope, too
+            self.demand(base, 0.0, INF)
 
     def quotient(self) -> None:
         """Positive readout and keys where nothing keeps den from 0; what is added to den is not negative."""
@@ -379,22 +362,3 @@ def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
         normal = torch.randn(shape, generator=generator, dtype=torch.float64)
         inputs[name] = plain(ranges[name], normal, key_axis(kind))
     return inputs
-
-
-def key_axis(kind: Kind) -> int:
-    """The axis of the vectors that have a length, counted from the last one: Key's, or of a Value its channels."""
-    return -2 if kind.axes == {KEY, VALUE} else -1
-
-
-def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
-    """Standard normal numbers mapped into a range: unchanged, squashed, as distances from a bound, or normalised."""
-    if allowed.unit:
-        return normal / normal.norm(dim=key_dim, keepdim=True).clamp(min=1e-12)
-    if allowed.is_real:
-        return normal
-    if allowed.low == -INF:
-        return allowed.high - normal.abs()
-    if allowed.high == INF:
-        return allowed.low + normal.abs()
-    share = 0.5 * (1 + torch.erf(normal / math.sqrt(2)))
-    return allowed.low + (allowed.high - allowed.low) * share

@@ -20,7 +20,8 @@ from dsf.call import guard
 from dsf.call.bind import Bound, environment
 from dsf.call.calls import is_transformed
 from dsf.call.frame import materialised
-from dsf.checking.ranges import INF, REAL, TINY, Range, as_range, key_axis, legal_ranges
+from dsf.checking.ranges import as_range, legal_ranges
+from dsf.checking.values import INF, REAL, TINY, Range, key_axis
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dsf.call.recurrence import Recurrence
 from dsf.checking.examples import regimes_of
 from dsf.checking.measure import KERNELS, Subject
-from dsf.checking.ranges import Range
+from dsf.checking.values import Range
 from dsf.fuzz.case import EXPANDED, LAYOUTS, Case
 from dsf.language.expr import children_first
 from dsf.triton.choose import is_scan

@@ -1,0 +1,64 @@
+"""The values that an input may take, and random numbers in them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsf.language.annotations import Kind
+from dsf.language.expr import KEY, VALUE
+
+INF = math.inf
+TINY = sys.float_info.min  # the least legal distance: "> 0"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values an input may take: low ≤ x ≤ high entry by entry; unit: vectors of length one, of a Key or a Value."""
+
+    low: float = -INF
+    high: float = INF
+    unit: bool = False
+
+    @property
+    def is_real(self) -> bool:
+        """True when every real number is allowed."""
+        return not self.unit and self.low == -INF and self.high == INF
+
+    def __str__(self) -> str:
+        if self.unit:
+            return "of unit length"
+        if self.is_real:
+            return "real"
+        if self.low == -INF:
+            return f"≤ {self.high:g}"
+        if self.low == TINY:
+            return "> 0" if self.high == INF else f"in (0, {self.high:g}]"
+        return f"≥ {self.low:g}" if self.high == INF else f"in [{self.low:g}, {self.high:g}]"
+
+
+REAL = Range()
+UNIT = Range(unit=True)
+
+
+def key_axis(kind: Kind) -> int:
+    """The axis of the vectors that have a length, counted from the last one: Key's, or of a Value its channels."""
+    return -2 if kind.axes == {KEY, VALUE} else -1
+
+
+def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
+    """Standard normal numbers mapped into a range: unchanged, squashed, as distances from a bound, or normalised."""
+    if allowed.unit:
+        return normal / normal.norm(dim=key_dim, keepdim=True).clamp(min=1e-12)
+    if allowed.is_real:
+        return normal
+    if allowed.low == -INF:
+        return allowed.high - normal.abs()
+    if allowed.high == INF:
+        return allowed.low + normal.abs()
+    share = 0.5 * (1 + torch.erf(normal / math.sqrt(2)))
+    return allowed.low + (allowed.high - allowed.low) * share
