@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dsf
 import dsf.call.run
-from dsf import I, Key, Param, Scalar, System, Value, diag, exp, outer, sigmoid, testing
+from dsf import I, Key, Pair, Param, Scalar, System, Value, diag, exp, outer, prev, sigmoid, testing
 from dsf.checking import check as checking
 from dsf.checking.examples import Example, draw_tensor, lengths
 from dsf.checking.laws import LAWS
@@ -383,6 +383,21 @@ def test_ranges_follow_from_the_expressions():
     }  # fmt: skip
     ranges, loose = legal_ranges(powers.spec)
     assert str(ranges["b"]) == "≤ 1" and loose == {"d", "g"}, "1 / -1 and log1p(-0.5) are numbers, (-1) ** 0.5 is none"
+
+    @dsf.recurrence
+    def turned(q: Key, k: Key, v: Value, a: Pair, t: Pair, re: Param[Pair], b: Scalar) -> System:
+        last = System(A=I - prev(b) * outer(prev(k), prev(k)), B=k * v, C=q)
+        return dsf.compose(System(A=(a * exp(re)) * dsf.turn(t), B=0), last)
+
+    assert words(turned) == {
+        "q": "real", "k": "of unit length", "v": "real", "a": "in [0, 1]", "t": "real", "re": "≤ 0", "b": "in [0, 2]"
+    }  # fmt: skip
+
+    @dsf.recurrence
+    def gates(q: Key, k: Key, v: Value, a: Scalar, b: Scalar, c: Scalar) -> System:
+        return System(A=-dsf.expm1(-a) * dsf.rsqrt(b) * c**-2, B=k * v, C=q)
+
+    assert words(gates) == {"q": "real", "k": "real", "v": "real", "a": "≥ 0", "b": "≥ 1", "c": "≥ 1"}
 
     assert words(sunk) == {"q": "real", "k": "real", "v": "real", "g": "≤ 0", "s": "≥ 0", "t": "real"}
 

@@ -306,6 +306,8 @@ def _pow(self: _Inference, x: Expr, low: float, high: float) -> None:
     elif power.value > 0:
         root = high if math.isinf(high) else max(high, 0.0) ** (1 / power.value)
         self.demand(base, 0.0 if power.value % 2 else -root, root)
+    elif 0 < high < INF and power.value:
+        self.demand(base, high ** (1 / power.value), INF)
 
 
 def _every(*places: int) -> Callable[[_Inference, Expr, float, float], None]:
@@ -327,6 +329,20 @@ def _sum(self: _Inference, x: Expr, low: float, high: float) -> None:
             self.demand(x.args[0], 0.0, INF)
 
 
+def _same(self: _Inference, x: Expr, low: float, high: float) -> None:
+    """Of entries that are given once for a pair, and of the last token's."""
+    self.demand(x.args[0], low, high)
+
+
+def _expm1(self: _Inference, x: Expr, low: float, high: float) -> None:
+    self.demand(x.args[0], *(math.log1p(bound) if bound > -1 else -INF for bound in (low, high)))
+
+
+def _rsqrt(self: _Inference, x: Expr, low: float, high: float) -> None:
+    if 0 < high < INF:
+        self.demand(x.args[0], high**-2, INF)
+
+
 def _softplus(self: _Inference, x: Expr, low: float, high: float) -> None:
     self.demand(x.args[0], low if low > 0 else -INF, high)
 
@@ -338,6 +354,11 @@ _RULES: dict[str, Callable[[_Inference, Expr, float, float], None]] = {
     "div": _div,
     "pow": _pow,
     "exp": _exp,
+    "expm1": _expm1,
+    "log1p": lambda self, x, low, high: self.demand(x.args[0], math.expm1(min(low, 80)), math.expm1(min(high, 80))),
+    "rsqrt": _rsqrt,
+    "spread": _same,
+    "prev": _same,
     "log": lambda self, x, low, high: self.demand(x.args[0], math.exp(min(low, 80)), math.exp(min(high, 80))),
     "sqrt": lambda self, x, low, high: self.demand(x.args[0], max(low, 0.0) ** 2, max(high, 0.0) ** 2),
     "softplus": _softplus,
