@@ -167,7 +167,7 @@ class Mixer(Owner, Divided):
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
         """Inputs of `recurrence` by name."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no arguments(u, side, span), the recurrence's inputs")
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
         """The `side` for `readout`: that of `project`, unless it needs more.
@@ -179,7 +179,7 @@ class Mixer(Owner, Divided):
 
     def readout(self, y: Tensor, side: Side) -> Tensor:
         """y [B, T, H, P] -> [B, T, d_model]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no readout(y, side), y as [B, T, d_model]")
 
     def forward(
         self,
@@ -336,6 +336,9 @@ class Mixer(Owner, Divided):
                 u = torch.ops.dsf.after(u, [span.places.place])  # ranks' graphs keep collectives in one order
         u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place, keep)
         inputs = self.arguments(u, side, span, **tokens)
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            inputs = alike(self.recurrence, inputs, torch.get_autocast_dtype(device))
         counts = self.positional or span.before is not None or (self.resets and span.fresh and bounds is not None)
         position = span.after(x) if counts else None
         return (
@@ -359,6 +362,14 @@ class Mixer(Owner, Divided):
         from dsf.parallel.halo import convolve
 
         return convolve(self.conv1d, self.conv1d.kernel_size[0] - 1, u, past, cu_seqlens, world, keep)
+
+
+def alike(recurrence: Recurrence, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs of tokens in autocast's type where it left some in float32, as a recurrence wants one type of all."""
+    timed = [i.name for i in recurrence.spec.inputs if i.kind.time and isinstance(inputs.get(i.name), Tensor)]
+    if {inputs[name].dtype for name in timed} != {dtype, torch.float32}:
+        return inputs
+    return inputs | {name: inputs[name].to(dtype) for name in timed}
 
 
 def _takes(past: Tensor | None, u: Tensor) -> bool:

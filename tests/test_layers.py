@@ -215,6 +215,50 @@ def test_layers_train_under_autocast_near_float32(entry, mode):
     assert (y.float() - plain).norm() < 0.05 * plain.norm()
 
 
+class OfTwoTypes(mixers.Mixer):
+    """A layer as users write it, whose inputs autocast gives different types."""
+
+    recurrence = mixers.gated_deltanet
+
+    def __init__(self, d_model):
+        super().__init__()
+        self.dims = (2, d_model // 2, d_model // 2)
+        self.qkv, self.gates = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, 4)
+        self.own("floor", torch.zeros, 2, kind="rate")
+
+    def arguments(self, u, side, span):
+        q, k, v = self.qkv(u).unflatten(-1, (3, 2, -1)).unbind(2)
+        alpha, beta = self.gates(u).sigmoid().chunk(2, -1)
+        k = nn.functional.normalize(k, dim=-1)
+        return {"q": q, "k": k, "v": v, "alpha": alpha, "beta": self.floor.sigmoid().to(u.dtype) * beta}
+
+    def readout(self, y, side):
+        return y.flatten(2)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, AsOnCuda], ids=["cpu", "cuda"])
+def test_a_layer_of_ones_own_runs_under_autocast(mode):
+    torch.manual_seed(0)
+    layer, x = OfTwoTypes(16), torch.randn(2, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16), mode():
+        assert {n: i.dtype for n, i in layer.inputs(x).items()} == dict.fromkeys(layer.inputs(x), torch.bfloat16)
+        y, state = layer(x)
+        layer.step(x[:, 0], state)
+    y.sum().backward()
+    assert (y.float() - layer(x)[0]).norm() < 0.05 * layer(x)[0].norm() and layer.floor.grad.isfinite().all()
+
+
+def test_a_layer_without_its_maps_says_which_one_it_lacks():
+    class Without(OfTwoTypes):
+        arguments, readout = mixers.Mixer.arguments, mixers.Mixer.readout
+
+    with pytest.raises(NotImplementedError, match=r"Without defines no arguments\(u, side, span\)"):
+        Without(16)(torch.randn(1, 3, 16))
+    Without.arguments = OfTwoTypes.arguments
+    with pytest.raises(NotImplementedError, match=r"Without defines no readout\(y, side\)"):
+        Without(16)(torch.randn(1, 3, 16))
+
+
 def test_rwkv7_takes_the_first_layers_values_under_autocast():
     layer, x = mixers.RWKV7(32, value_residual=True), torch.randn(2, 9, 32)
     with torch.autocast("cpu", torch.bfloat16):
