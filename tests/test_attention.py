@@ -246,6 +246,21 @@ def test_a_decoded_token_is_written_where_the_cache_lies():
         assert (state.k.data_ptr(), state.v.data_ptr()) == place and state.k.shape[2] == 4 + seed + 1
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_cache_is_not_what_the_inputs_hold(grad):
+    """Whoever writes the next token where the first one came from changed the first cache."""
+    q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        states = [
+            mixers.softmax_attention(q, k, v, return_state=True)[1],
+            mixers.softmax_attention.step(None, q[:, 0], k[:, 0], v[:, 0])[1],
+        ]
+        kept = [(s.k.clone(), s.v.clone()) for s in states]
+        k.zero_(), v.zero_()
+    for state, (keys, values) in zip(states, kept, strict=True):
+        assert torch.equal(state.k, keys) and torch.equal(state.v, values)
+
+
 @torch.no_grad()
 def test_caches_that_were_kept_stay_what_they_are_and_go_on_each_for_itself():
     pieces, (_, kept) = appended(None, 3, 0)

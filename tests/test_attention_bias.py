@@ -323,6 +323,27 @@ def test_a_decoded_token_copies_no_cache(recurrence):
     torch.testing.assert_close(torch.cat(found, 1), recurrence(**x))
 
 
+@pytest.mark.parametrize("recurrence", [everything, linear, forgetting, rotary], ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [0, 3])
+@torch.no_grad()
+def test_tokens_may_come_from_one_buffer(recurrence, tokens):
+    """The first cache held the buffer itself, so that the next tokens replaced those of the first call."""
+    x = drawn(recurrence, 12)
+    y = recurrence(**x)
+    params = {i.name for i in recurrence.spec.inputs if not i.kind.time}
+    piece = {n: t if n in params else t[:, :tokens].clone() if tokens else t[:, 0].clone() for n, t in x.items()}
+    state, found = None, []
+    for at in range(0, 12, tokens or 1):
+        for name in piece.keys() - params:
+            piece[name].copy_(x[name][:, at : at + tokens] if tokens else x[name][:, at])
+        if tokens:
+            part, state = recurrence(**piece, initial_state=state, return_state=True)
+        else:
+            part, state = recurrence.step(state, **piece)
+        found.append(part if tokens else part.unsqueeze(1))
+    torch.testing.assert_close(torch.cat(found, 1), y)
+
+
 @torch.inference_mode()
 def test_decoding_in_inference_mode_reads_lengths_on_the_host_once(monkeypatch):
     x = drawn(forgetting, 6, B=2)

@@ -44,7 +44,8 @@ def run_attention(
         return y.to(bound.compute), final._replace(bias=bias, angle=angle)
     timed = timed_inputs(spec, bound)
     if bounds is None:
-        return _run(spec, bound, timed, cache, None, plan, wanted)
+        y, final = _run(spec, bound, timed, cache, None, plan, wanted)
+        return y, _apart(final, bound) if wanted and cache is None else final
     outputs, caches = [], []
     batches = packing.batches(bounds, bound.device)
     for batch in batches:
@@ -55,6 +56,15 @@ def run_attention(
     rest = _untouched(spec, bound, cache, batches[0].without)
     whole = joined(caches if rest is None else [*caches, rest])
     return packing.unpack(outputs), whole.rows(batches[0].order)
+
+
+def _apart(cache: KVCache, bound: Bound) -> KVCache:
+    """A call's cache in memory of its own: a caller may write the next tokens where these came from."""
+    if torch._C._are_functorch_transforms_active():  # where nothing is written
+        return cache
+    given = {x.untyped_storage()._cdata for x in bound.tensors.values()}
+    k, v = (x.clone() if x.untyped_storage()._cdata in given else x for x in (cache.k, cache.v))
+    return cache._replace(k=k, v=v)
 
 
 def _untouched(spec: Spec, bound: Bound, cache: KVCache | None, rows: Tensor | None) -> KVCache | None:
