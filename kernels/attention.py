@@ -87,6 +87,9 @@ class KVCache(NamedTuple):
         return turn_pairs(self.k.unsqueeze(-1), angle.to(self.k.dtype)).squeeze(-1)
 
 
+torch.serialization.add_safe_globals([KVCache, Filled])  # which torch.load takes from files of any source
+
+
 def padded(x: Tensor, places: int) -> Tensor:
     """A cache's k, v or bias padded to `places` places."""
     extra = places - x.shape[2]

@@ -43,6 +43,9 @@ class MixerState(NamedTuple):
     position: Tensor | None = None
 
 
+torch.serialization.add_safe_globals([MixerState])  # tensors alone: torch.load takes it by its defaults
+
+
 class Span(NamedTuple):
     """The sequences of one call. fresh: no state was given, so every sequence begins in the call.
 

@@ -104,6 +104,20 @@ def test_a_state_is_a_value_to_go_back_to():
         assert torch.allclose(beams, once[rows], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_saved_state_is_loaded_by_the_defaults_of_torch(steps, tmp_path):
+    """Which read weights only. After a step in place, attention's keys are in fixed memory."""
+    model = CausalLM(ModelConfig(vocab_size=31, d_model=32, n_layers=2, mixers=["gated_deltanet", "softmax_attention"]))
+    ids = torch.randint(31, (2, 7))
+    with torch.no_grad():
+        state = model(ids, return_state=True).state
+        if steps:
+            state = model.step(ids[:, 0], state, in_place=True).state
+        torch.save(state, tmp_path / "state.pt")
+        loaded = torch.load(tmp_path / "state.pt")
+        assert torch.equal(model(ids, state=loaded).logits, model(ids, state=state).logits)
+
+
 def test_states_of_other_models_and_batches_are_refused():
     model, ids = CausalLM(tiny(["gated_deltanet"] * 2)), ids_of()
     state = model(ids).state

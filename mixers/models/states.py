@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -57,6 +58,9 @@ class ModelState:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+torch.serialization.add_safe_globals([ModelState])  # torch.load takes it by its defaults
 
 
 def sequences_of(cu_seqlens: Tensor | Packing) -> int:
