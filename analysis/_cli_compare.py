@@ -237,7 +237,7 @@ def summary(result: Any) -> Table:
             with_spread(r.equal.after),
             "–" if r.paper is None else with_spread(r.paper.after),
             right,
-            duration(r.half_life.percentiles.median),
+            "–" if r.half_life is None else duration(r.half_life.percentiles.median),
             count(max(r.tokens_per_second.values())),
             f"{r.worst_disagreement:.0e}",
         )

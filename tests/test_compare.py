@@ -32,12 +32,17 @@ PROTOCOL = engine.Protocol(seeds=2, rates=(2e-3, 6e-3), trial_steps=3, recall_st
 NAMES = ["gated_deltanet", "mlstm"]  # and a recurrence of one's own, in a layer made of its declaration
 OWN = '''
 import dsf
-from dsf import Key, Scalar, System, Value, exp
+from dsf import I, Key, Scalar, System, Value, exp, l2norm
 
 @dsf.recurrence
 def leaky(q: Key, k: Key, v: Value, keep: Scalar) -> System:
     """Mine: a decay of its own."""
     return System(A=keep, B=k * v, C=q)
+
+@dsf.recurrence
+def windowed(q: Key, k: Key, v: Value, d: Scalar) -> System:
+    """Mine, without a trajectory: in a window, with more of the newest value."""
+    return System(A=I, B=l2norm(k) * v, C=q, D=d * v, window=8)
 
 @dsf.recurrence
 def broken(v: Value, keep: Value) -> System:
@@ -325,6 +330,23 @@ def test_a_mixer_that_fails_is_listed_and_the_others_go_on(text, own):
     found = engine.compare([f"{own}:broken", "qlstm"], text, quick, workers=1)
     assert [m.name for m in found.mixers] == ["qlstm"]
     assert "broken" in found.failed and "not finite" in found.failed["broken"]
+
+
+@pytest.mark.parametrize("others", [[], ["qlstm"]], ids=str)
+def test_a_mixer_without_a_trajectory_is_compared_in_all_but_its_matrices(text, own, others, tmp_path):
+    pytest.importorskip("matplotlib")
+    from dsf.analysis._cli_compare import summary
+    from dsf.analysis.compare.page import Builder
+
+    quick = Setup(steps=2, batch=2, seq=16, d_model=16, n_heads=2, layers=1)
+    found = engine.compare([f"{own}:windowed", *others], text, quick, workers=1)
+    report.write_json(tmp_path / "compare.json", found.to_dict())
+    record, *_ = saved.load(tmp_path / "compare.json").mixers
+    assert not found.failed and record.half_life is record.eigenvalues is record.kernel is None
+    assert record.unseen and math.isfinite(record.equal.after.mean) and record.worst_disagreement < 1e-9
+    html = Builder(found).build().html()
+    assert "D = d * v is no multiple of" in record.unseen and "D = d * v is no multiple of" in html
+    assert summary(found).row_count == 1 + len(others)
 
 
 def test_the_page_shows_every_mixer_and_loads_nothing(result, page):

@@ -249,8 +249,13 @@ def _opened(subject: Subject, learnt: Learnt, model: ByteLM, job: Job) -> tuple[
     layers = probe.inputs_of_layers(model, window)
     letters = torch.tensor([list(job.sentence.encode())])
     laws = probe.disagreement(recurrence, probe.first(recurrence, layers[0], LAW_TOKENS))
-    shares = probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0])
-    eigenvalues, lives = probe.spectrum(recurrence, layers)
+    kernel, eigenvalues, lives, unseen = None, None, None, ""
+    try:
+        shares = probe.picture_of_kernel(recurrence, probe.inputs_of_layers(model, letters)[0])
+        kernel = Map(sentence=job.sentence, shares=shares)
+        eigenvalues, lives = probe.spectrum(recurrence, layers)
+    except dsf.FormError as error:  # it has no trajectory; what it learnt stands
+        unseen = " ".join(str(error).split())
     found = MixerRecord(
         name=subject.name,
         given=subject.given,
@@ -262,7 +267,8 @@ def _opened(subject: Subject, learnt: Learnt, model: ByteLM, job: Job) -> tuple[
         paper=None,
         eigenvalues=eigenvalues,
         half_life=lives,
-        kernel=Map(sentence=job.sentence, shares=shares),
+        kernel=kernel,
+        unseen=unseen,
         state=_states(subject, model),
         forms=laws,
         worst_disagreement=max(errors.worst for errors in laws.values()),

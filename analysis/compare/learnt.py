@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dsf.analysis.compare import CONTEXTS, LAW, recall
 from dsf.analysis.compare.records import Learnt, MixerRecord, Spread
+from dsf.analysis.records import HalfLives
 from dsf.analysis.report import Cell, Column, Page, code, count, details, duration, figure, grid, table, text
 
 if TYPE_CHECKING:
@@ -39,9 +40,17 @@ def summary(builder: Builder) -> str:
     return table(columns, [row(builder, r, longest) for r in ordered], builder.equal() + ".")
 
 
+def _lives(life: HalfLives | None, unseen: str) -> list[Cell]:
+    """The median of half-lives and the share of what is never forgotten; dashes, with the reason, without any."""
+    if life is None:
+        return [Cell("–", math.nan, note=unseen)] * 2
+    median = life.percentiles.median
+    return [Cell(duration(median), median), Cell(f"{life.share_never:.0%}", life.share_never)]
+
+
 def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
     """A mixer's row. longest: the bits per byte of the longest bar; bars begin at zero."""
-    own, life, worst = r.equal, r.half_life, r.worst_disagreement
+    own, worst = r.equal, r.worst_disagreement
     form, speed = max(r.tokens_per_second.items(), key=lambda item: item[1])
     state, sizes = r.state.here[CONTEXTS.index(1024)], own.parameters
     gaps = (str(recall.GAPS[0]), str(recall.GAPS[-1]))
@@ -53,8 +62,7 @@ def row(builder: Builder, r: MixerRecord, longest: float) -> list[Cell]:
         *right,
         Cell(f"{own.before:.2f}", own.before),
         Cell(f"{own.rate:g}", own.rate, note=_tried(own)),
-        Cell(duration(life.percentiles.median), life.percentiles.median),
-        Cell(f"{life.share_never:.0%}", life.share_never),
+        *_lives(r.half_life, r.unseen),
         Cell(f"{state:,}", state, note=r.state.formula),
         Cell(count(sizes.model), sizes.model, note=f"mixer {sizes.mixer:,}, MLP {own.hidden} wide"),
         Cell(f"{count(speed)} ({form})", speed),

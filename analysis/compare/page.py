@@ -57,7 +57,8 @@ class Builder:
         self.yardsticks = comparison.text.yardsticks_bits_per_byte
         some = any(CONVOLUTION in r.tokens_per_second for r in self.records)
         self.named_forms = (*FORMS, CONVOLUTION) if some else FORMS
-        self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.records)
+        self.seen = [r for r in self.records if not r.unseen]
+        self.negative = any(r.eigenvalues.share_negative > 1e-3 for r in self.seen if r.eigenvalues is not None)
 
     def figures(self) -> dict[str, Any]:
         """All matplotlib figures by name."""
@@ -65,7 +66,6 @@ class Builder:
         drawn = {
             "learning": pictures.learning(records, colors, self.yardsticks, self.equal()),
             "curves": pictures.curves(records, colors),
-            "half_lives": pictures.half_lives(records, colors),
             "state_here": pictures.state_sizes({r.name: r.state.here for r in records}, colors, CONTEXTS),
             "state_at_paper_width": pictures.state_sizes(
                 {r.name: r.state.at_paper_width for r in records}, colors, CONTEXTS
@@ -76,7 +76,10 @@ class Builder:
             drawn["recall"] = pictures.recalled(records, colors, recall.CHANCE, str(recall.GAP))
         if any(r.equal.by_length for r in records):
             drawn["lengths"] = pictures.lengths(records, colors)
-        for r in records:
+        if self.seen:
+            drawn["half_lives"] = pictures.half_lives(self.seen, colors)
+        for r in self.seen:
+            assert r.eigenvalues is not None
             drawn[f"eigenvalues_{r.name}"] = pictures.eigenvalue_histogram(r.eigenvalues, colors[r.name], self.negative)
             drawn[f"kernel_{r.name}"] = pictures.kernel(r, colors[r.name])
         return drawn
@@ -129,15 +132,24 @@ class Builder:
         rows = [[Cell(name), Cell(why)] for name, why in self.comparison.failed.items()]
         return table([Column("failed"), Column("because")], rows)
 
+    def unseen(self) -> list[str]:
+        """A block of the mixers without eigenvalues and kernel, with the reasons, where there are any."""
+        rows = [[Cell(r.name), Cell(r.unseen)] for r in self.records if r.unseen]
+        return [table([Column("not seen"), Column("because")], rows)] if rows else []
+
     def memory(self, out: Page) -> None:
         """Add the section of half-lives and eigenvalues."""
         histograms = [
             figure(self.drawn[f"eigenvalues_{r.name}"], r.name, _spectrum_words(r), self.colors[r.name])
-            for r in self.records
+            for r in self.seen
         ]
+        about = "How long a trained mixer keeps what it wrote, measured on held-out text."
+        if not self.seen:
+            out.section("What they remember", about, *self.unseen())
+            return
         out.section(
             "What they remember",
-            "How long a trained mixer keeps what it wrote, measured on held-out text.",
+            about,
             figure(
                 self.drawn["half_lives"],
                 "Half-life of the state",
@@ -151,11 +163,14 @@ class Builder:
                 "by which one token changes that sum: below 1 older tokens' shares shrink, though nothing is forgotten."
             ),
             grid(histograms, 245),
+            *self.unseen(),
         )
 
     def attention(self, out: Page) -> None:
         """Add the section of kernel matrices."""
-        maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.records]
+        maps = [figure(self.drawn[f"kernel_{r.name}"], r.name, "", self.colors[r.name]) for r in self.seen]
+        if not maps:
+            return
         out.section(
             "What they look at",
             f"The sentence “{self.comparison.text.sentence}” through the first layer: each row is one output, each "
@@ -291,6 +306,7 @@ def _speed_cell(speeds: Mapping[str, float], form: str) -> Cell:
 
 def _spectrum_words(record: MixerRecord) -> str:
     values, life = record.eigenvalues, record.half_life
+    assert values is not None and life is not None
     median = life.percentiles.median
     words = [f"half-life {duration(median)} tokens" if math.isfinite(median) else "half-life: never"]
     if values.share_one > 0.005:

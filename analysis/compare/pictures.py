@@ -134,7 +134,7 @@ def _legend(axes: Any, records: Sequence[MixerRecord]) -> None:
 def half_lives(records: Sequence[MixerRecord], colors: Colors, unit: str = "tokens (bytes of text)") -> Any:
     """Half-lives, longest on top, on a logarithmic axis: a dot at the median, a line from the 10th to the 90th
     percentile."""
-    found = [(r.name, r.half_life) for r in records]
+    found = [(r.name, r.half_life) for r in records if r.half_life is not None]
     found.sort(key=lambda pair: (pair[1].percentiles.median, pair[1].percentiles.high, pair[1].percentiles.low))
     return lives(dict(found), colors, unit)
 
@@ -200,6 +200,7 @@ def eigenvalue_plane(plane: Plane, color: str) -> Any:
 
 def kernel(record: MixerRecord, color: str) -> Any:
     """|Phi| on the sentence: row = the output at a character, column = an earlier character."""
+    assert record.kernel is not None
     shares, sentence = record.kernel.shares, record.kernel.sentence
     letters = list(sentence.encode().decode("latin-1")) if len(sentence) != len(shares) else list(sentence)
     return attention(shares, letters, color)

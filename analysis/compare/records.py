@@ -95,7 +95,10 @@ class RecallTask(Record):
 
 
 class MixerRecord(Record):
-    """One mixer: its declaration, the results of its layers, and measures of the first model of its equal layer."""
+    """One mixer: its declaration, the results of its layers, and measures of the first model of its equal layer.
+
+    unseen: why there are no eigenvalues, half-lives and kernel, of a recurrence without a trajectory; or empty.
+    """
 
     name: str
     given: str
@@ -105,9 +108,10 @@ class MixerRecord(Record):
     structure: str
     equal: Learnt
     paper: Learnt | None
-    eigenvalues: Eigenvalues
-    half_life: HalfLives
-    kernel: Map
+    eigenvalues: Eigenvalues | None
+    half_life: HalfLives | None
+    kernel: Map | None
+    unseen: str = ""
     state: StateNumbers
     forms: dict[str, Errors]
     worst_disagreement: Number
