@@ -356,6 +356,21 @@ def test_a_boolean_mask_says_what_is_seen_and_the_report_that_eager_adds_it(name
         assert off(model(input_ids=ids, attention_mask=seen).logits, own) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_a_mask_adds_to_scores_counts_beside_rows_that_see_nothing(name, ids):
+    """As Doge's masks do, which hold its scores of keys and hide padding in front."""
+    model, hidden = zoo.build(name), torch.finfo(torch.float32).min
+    added = torch.randn(len(ids), 1, 1, TOKENS).expand(-1, -1, TOKENS, -1)
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    mask = added.masked_fill(later, hidden)
+    mask[1, :, :, :3] = hidden  # the first three rows then see nothing
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    with dsf.convert(model):
+        got = model(input_ids=ids, attention_mask=mask).logits
+    assert off(got[0], expected[0]) < 1e-5
+    assert off(got[1, 3:], expected[1, 3:]) < 1e-5
+
+
 @pytest.mark.parametrize("name, note", NOTES)
 def test_the_report_says_where_the_original_is_wrong(name, note):
     assert f"note, {note}" in str(dsf.convert(zoo.build(name)))

@@ -151,12 +151,11 @@ def _split_mask(
     mask = mask[..., :places]
     if mask.dtype == torch.bool:
         return mask | ~mask.any(-1, keepdim=True), bias
-    seen = mask > torch.finfo(mask.dtype).min / 2
-    seen = seen | ~seen.any(-1, keepdim=True)
-    extra = mask.masked_fill(~seen, 0)
-    if bool((extra.clamp(min=torch.finfo(mask.dtype).min / 2) == extra).all()) and bool((extra != 0).any()):
+    shows = mask > torch.finfo(mask.dtype).min / 2
+    extra = mask.masked_fill(~shows, 0)  # also in rows of padding, whose other rows' biases count
+    if bool((extra != 0).any()):
         bias = extra if bias is None else bias + extra
-    return seen, bias
+    return shows | ~shows.any(-1, keepdim=True), bias
 
 
 def _with_past(mask: Tensor, past: int, shown: Tensor | None) -> Tensor:
