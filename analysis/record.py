@@ -91,9 +91,9 @@ def record(
     measures). limit: bytes. visit: called with every entry instead of keeping it, so that memory for a single run
     suffices. Trajectories stay structured (A is never made dense) and carry no gradients.
 
-    Raises RecordingError for unknown layers, for `tokens` below 1, for packed sequences in a recurrence, for attention
-    layers of dsf.mixers that go on from a cache, and for a recording that would exceed the limit, before its memory is
-    allocated.
+    Raises RecordingError for unknown layers, for `tokens` below 1, for packed sequences and for padding among what is
+    recorded of a recurrence, for attention layers of dsf.mixers that go on from a cache, and for a recording that would
+    exceed the limit, before its memory is allocated.
     """
     if tokens is not None and tokens < 1:
         raise RecordingError(f"record: tokens is {tokens}, expected at least 1")
@@ -115,6 +115,11 @@ def record(
             raise RecordingError(
                 f"{layer.name} ran packed sequences, and a trajectory holds one that begins at its first token; record "
                 "them in calls of their own"
+            )
+        if run.padding is not None and bool(run.padding[batch or slice(None), :tokens].any()):
+            raise RecordingError(
+                f"{layer.name} read padding, which a trajectory would hold as tokens that forget nothing, so that its "
+                "half-lives and means would be too long; record sequences of one length, or each in a call of its own"
             )
         if isinstance(run.state, KVCache) and bool(run.state.lengths.any()):
             raise RecordingError(

@@ -134,6 +134,36 @@ def test_packed_sequences_are_not_recorded_as_one(name):
     model(input_ids=ids[:1], **packed)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "lfm2", "rwkv"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_recorded_as_tokens_that_forget_nothing(name, side):
+    model, converted, ids = build(name)
+    mask, first = torch.ones_like(ids), converted.layers[0].name
+    mask[1, slice(0, 4) if side == "left" else slice(7, 11)] = 0
+    with pytest.raises(RecordingError, match=f"{first} read padding"), record(converted):
+        model(input_ids=ids, attention_mask=mask)
+    model(input_ids=ids, attention_mask=mask)
+    with record(converted) as alone:
+        model(input_ids=ids[:1])
+    with record(converted, batch=slice(0, 1)) as beside:  # the row without padding
+        model(input_ids=ids, attention_mask=mask)
+    lives = [measures.half_life(x.trajectory(first)) for x in (alone, beside)]
+    torch.testing.assert_close(lives[1], lives[0])
+    if side == "right":
+        with record(converted, tokens=7) as before:
+            model(input_ids=ids, attention_mask=mask)
+        assert before.trajectory(first).tokens == 7
+
+
+def test_padding_hides_keys_of_recorded_attention():
+    model, converted, ids = build("llama")
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    with record(converted) as recording:
+        model(input_ids=ids, attention_mask=mask)
+    assert measures.kernel_matrix(recording.trajectory(recording.layers[0]))[1, :, 7:, 7:].max() == 0
+
+
 def test_packed_sequences_of_this_librarys_layers_are_not_recorded_as_one():
     x, cu = torch.randn(1, 11, 32), torch.tensor([0, 4, 11])
     for layer in (dsf.mixers.GLA(32, n_heads=2), dsf.mixers.SoftmaxAttention(32, n_heads=2), dsf.mixers.Hydra(32)):

@@ -130,8 +130,8 @@ def _show(layer: Layer, x: Tensor, weight: Tensor, context: int) -> None:
     start = columns[..., columns.shape[-1] - new - (taps - 1) : columns.shape[-1] - new].flip(-1).mT.unsqueeze(1)
     layer.state = (1, taps - 1, x.shape[1])
     inputs = fir_inputs(columns[..., columns.shape[-1] - new :].mT, weight.to(wide))
-    packed = layer.call.cu_seqlens is not None
-    layer.show(Run(fir(taps), inputs, start if context else None, layer.call.runs, packed=packed))
+    packed, pads = layer.call.cu_seqlens is not None, layer.padding(new)
+    layer.show(Run(fir(taps), inputs, start if context else None, layer.call.runs, packed=packed, padding=pads))
 
 
 def _activation(name: str) -> Any:

@@ -23,6 +23,7 @@ class Run:
     inputs: of the recurrence, by name. state: the initial state. attention: the operands of softmax attention, which
     has no inputs here. part: the run's number within one call of the layer (Zamba runs one for each head). backward:
     the tokens are in reversed order. packed: the row holds several sequences, which a trajectory would take for one.
+    padding: bool [B, T], True where a recurrence read padding, or None.
     """
 
     recurrence: Recurrence
@@ -32,6 +33,7 @@ class Run:
     attention: Attention | None = None
     backward: bool = False
     packed: bool = False
+    padding: Tensor | None = None
 
     def trajectory(self) -> Trajectory:
         """The structured Trajectory of this run, without gradients."""
@@ -127,7 +129,8 @@ class Layer:
         bounds = self.call.cu_seqlens if state is None else None
         y, final = recurrence(**given, initial_state=state, cu_seqlens=bounds, return_state=True)
         self.state = (y.shape[2], final.shape[-2], y.shape[-1])
-        self.show(Run(recurrence, given, state, self.call.runs, backward=backward, packed=bounds is not None))
+        pads = self.padding(y.shape[1])
+        self.show(Run(recurrence, given, state, self.call.runs, None, backward, bounds is not None, pads))
         if bounds is not None:
             final = final[-1:]  # a cache continues the last packed sequence
         return y, final
