@@ -152,8 +152,18 @@ def test_json_on_request_and_layers_and_heads_narrow_it_down(folder, text, tmp_p
     args = (folder, "--text", text, "--tokens", 30, "--out", tmp_path / "a.html", "--layers", "1,3", "--heads", "2-3")
     data = json.loads(run(*args, "--json").stdout)
     assert [r["name"] for r in data["runs"]] == ["1 softmax", "3 softmax"]
-    assert [len(r["heads"]) for r in data["runs"]] == [2, 2]
     assert len(data["conversion"]["layers"]) == 4
+    whole = json.loads(run(*args[:-2], "--json").stdout)["runs"]
+    for part, run_ in zip(data["runs"], whole, strict=True):  # heads keep their numbers
+        assert [h["head"] for h in part["heads"]] == [2, 3]
+        assert [h["distance"] for h in part["heads"]] == pytest.approx([h["distance"] for h in run_["heads"][2:]])
+
+
+@pytest.mark.parametrize("heads", [slice(None, 2), slice(-1, None)])
+def test_any_slice_of_heads_is_measured_as_those_of_the_whole(heads):
+    part, whole = (analyze(letters("mamba2"), TEXT, "text", Choice(20, heads=x)).data.runs[0] for x in (heads, None))
+    for mine, same in zip(part.heads, whole.heads[heads], strict=True):
+        assert mine.head == same.head and mine.distance == pytest.approx(same.distance)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "recurrent_gemma", "kimi_linear", "rwkv", "zamba", "bert"])

@@ -163,7 +163,10 @@ class _Runs:
             mine = [run for run in self.runs.values() if run.layer == layer.name]
             both_ways = any(run.backward for run in mine)
             several = len({run.part for run in mine}) > 1
+            first = (self.choice.heads or slice(None)).indices(layer.state[0] if layer.state else 0)[0]
             for run in mine:
+                for head in run.heads:  # counted in the layer, not among those that were chosen
+                    head.head += first
                 arrow = " ←" if run.backward else " →"
                 part = arrow if both_ways else f" part {run.part + 1}" if several else ""
                 run.name = short + part + (f" call {run.call + 1}" if run.call else "")
@@ -288,9 +291,10 @@ def _check_heads(heads: slice | None, layers: Sequence[Layer]) -> None:
         if layer.state is None or heads is None:
             continue
         there = layer.state[0]
-        if heads.start >= there:
+        if not range(there)[heads]:
+            last = (there if heads.stop is None else heads.stop) - 1
             raise InputError(
-                f"--heads {heads.start} to {heads.stop - 1}: {layer.name} has {there} head{'s' * (there != 1)}, "
+                f"--heads {heads.start or 0} to {last}: {layer.name} has {there} head{'s' * (there != 1)}, "
                 "counted from 0; choose others, or other --layers"
             )
 
