@@ -33,6 +33,7 @@ EVERY_DRIVEN = pytest.mark.parametrize("r", DRIVEN, ids=lambda r: r.name)
 EVERY_DRIVEN_FINITE = pytest.mark.parametrize("r", [r for r in DRIVEN if r in FINITE], ids=lambda r: r.name)
 EVERY_FINITE = pytest.mark.parametrize("r", FINITE, ids=lambda r: r.name)
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+DTYPES = (torch.float64, torch.float32)
 
 
 def trajectory(r, tokens=6, **options):
@@ -106,6 +107,17 @@ def test_lyapunov_exponents_of_one_repeated_matrix_tend_to_its_log_eigenvalues()
     )  # fmt: skip
     expected = m.eigenvalues(t)[0, 0, 0, :, 0].abs().log().sort(descending=True).values
     torch.testing.assert_close(m.lyapunov_exponents(t)[0, 0, :, 0], expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("r", [mixers.kda, structures.turned_blocks], ids=lambda r: r.name)
+def test_lyapunov_exponents_of_float32_are_those_of_float64(r):
+    """Tokens shrink some directions by 10^8."""
+    inputs = mixer_inputs.sample(r, tokens=12)
+    strong = "g" if "g" in inputs else "a"
+    inputs[strong] = -12 * inputs[strong].abs()
+    expected, got = (m.lyapunov_exponents(r.trajectory(**{k: x.to(d) for k, x in inputs.items()})) for d in DTYPES)
+    assert got.dtype == torch.float32 and expected.min() < -12
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_closed_forms_of_the_delta_family():

@@ -136,8 +136,9 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
     """Finite-time Lyapunov exponents, nats per token, [B, H, N, p], largest first.
 
     The growth rates (1/T) log R_kk of the QR method (Benettin et al. 1980). For elementwise systems the means of
-    log|decay|, -inf where an entry is zero. With corrections, one QR of an N x N matrix a token. Raises InputError for
-    these where N is above DENSE_LIMIT.
+    log|decay|, -inf where an entry is zero. With corrections, one QR of an N x N matrix a token, in float64: rounding
+    in float32 would hide directions that a token shrinks by more than 10^7. Raises InputError for these where N is
+    above DENSE_LIMIT.
     """
     a = _full(trajectory.token_transition, trajectory)
     n, tokens = _size(trajectory), trajectory.tokens
@@ -149,21 +150,19 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
             _check_dense(trajectory, n)
         matrices = a.pair_blocks(n) if a.left is None else a.to_dense(n)
         small = matrices.shape[-1]
-        basis, total = torch.eye(small, dtype=matrices.dtype, device=matrices.device), matrices.new_zeros(())
+        basis, total = _unit_basis(small, matrices), matrices.new_zeros((), dtype=torch.float64)
         for t in range(tokens):
-            basis, r = torch.linalg.qr(matrices[:, t] @ basis)
+            basis, r = torch.linalg.qr(matrices[:, t].double() @ basis)
             total = total + r.diagonal(dim1=-2, dim2=-1).abs().log()
-        total = total if a.left is not None else total.flatten(-2)
-        return (total / tokens).movedim(-1, -2).sort(dim=-2, descending=True).values
+        return _ordered(total if a.left is not None else total.flatten(-2), tokens, matrices.dtype)
     _check_dense(trajectory, n)
     left, right = _channels(a)
     decay = _decay_vectors(a, n, left.shape[3])
-    basis = torch.eye(n, dtype=left.dtype, device=left.device)
-    total = torch.zeros_like(decay[:, 0])
+    basis, total = _unit_basis(n, left), torch.zeros_like(decay[:, 0], dtype=torch.float64)
     for t in range(tokens):
-        basis, r = torch.linalg.qr(_apply(decay[:, t], left[:, t], right[:, t], basis))
+        basis, r = torch.linalg.qr(_apply(decay[:, t].double(), left[:, t].double(), right[:, t].double(), basis))
         total = total + r.diagonal(dim1=-2, dim2=-1).abs().log()
-    return (total / tokens).movedim(-1, -2).sort(dim=-2, descending=True).values
+    return _ordered(total, tokens, left.dtype)
 
 
 def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
@@ -209,6 +208,15 @@ def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
     flat = x.flatten()
     places = [min(int(q / 100 * len(flat)), len(flat) - 1) for q in at]
     return torch.stack([flat.kthvalue(place + 1).values for place in places])
+
+
+def _unit_basis(n: int, like: Tensor) -> Tensor:
+    return torch.eye(n, dtype=torch.float64, device=like.device)
+
+
+def _ordered(logs: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Mean exponents, largest first: [B, H, p, N] -> [B, H, N, p]."""
+    return (logs / tokens).movedim(-1, -2).sort(dim=-2, descending=True).values.to(dtype)
 
 
 def _size(trajectory: Trajectory) -> int:
