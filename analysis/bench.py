@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dsf.analysis.measures.state import step_bytes
 from dsf.analysis.records import File, Record, schema_field
 from dsf.analysis.subjects import Subject
 from dsf.language.errors import DsfError, InputError
@@ -86,7 +87,7 @@ def bench(subject: Subject, sizes: Sizes, layer: bool = False, seconds: float = 
     plan = recurrence.plan(**inputs)
     copy, product = rates(sizes)
     moved, worked = plan.bytes / copy / 1e6, plan.flops / product / 1e9
-    decoded = (2 * plan.state_bytes + plan.bytes / sizes.tokens) / copy / 1e6
+    decoded = (step_bytes(plan, sizes.tokens) + plan.bytes / sizes.tokens) / copy / 1e6
     rows = [side("dsf", lambda: recurrence(**inputs), list(inputs.values()), sizes, seconds, step_of(subject, sizes))]
     if layer:
         rows += [layer_row(name, make, sizes, seconds) for name, make in layers_of(subject)]

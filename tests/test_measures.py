@@ -447,6 +447,20 @@ def test_a_step_of_ssd_costs_what_one_counts():
     assert steps["recurrent"].bytes == pytest.approx(inputs + 2 * 3 * n_p * 4)
 
 
+@pytest.mark.parametrize("window", [None, 10])
+def test_a_step_of_attention_reads_its_cache_and_writes_one_token(window):
+    @dsf.recurrence
+    def attention(q: Key, k: Key, v: Value):
+        weigh, read = dsf.exp_features(k), dsf.exp_features(q)
+        return System(A=I, B=weigh * v, C=read, normalize=dsf.ratio, window=window)
+
+    steps = {c.form: c for c in m.costs(attention, T=100, heads=3, N=8, P=4)}
+    token, read = 3 * (8 + 4) * 4, sum(min(t, window or t) for t in range(1, 101)) / 100
+    assert steps["recurrent"].bytes == pytest.approx(3 * (8 + 8 + 4 + 4) * 4 + token * (read + 1))
+    plan = attention.plan(T=100, H=3, N=8, P=4)
+    assert m.state.step_bytes(plan, 100) == pytest.approx(token * (min(100, window or 100) + 1))
+
+
 def test_parameters_are_counted_once():
     assert m.parameter_count(torch.nn.Linear(3, 4)) == 16
 

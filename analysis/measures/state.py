@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsf.analysis.measures.kernel import entropy_rank
+from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.phi import injection_row
 from dsf.language.errors import InputError
@@ -199,8 +201,8 @@ def costs(
 ) -> list[Cost]:
     """Flops and bytes per token of each form of a recurrence, by form, from its plans (`Plan` says what is counted).
 
-    Bytes: inputs and outputs once; the recurrent form reads and writes its state every token, the chunk form once a
-    chunk; the kernel form reads a row of T weights.
+    Bytes: inputs and outputs once; the recurrent form reads and writes its state every token (attention reads the keys
+    and values so far and writes the token's), the chunk form once a chunk; the kernel form reads a row of T weights.
     """
     found = []
     for form in recurrence.forms:
@@ -208,12 +210,22 @@ def costs(
         per_token = plan.bytes / T
         if form == "kernel":
             per_token += heads * T * 4
-        elif form in ("recurrent", "naive") or plan.chunk == 0:
+        elif form in ("recurrent", "naive"):
+            per_token += statistics.fmean(step_bytes(plan, t) for t in range(1, T + 1))
+        elif plan.chunk == 0:
             per_token += 2 * plan.state_bytes / (T if recurrence.spec.is_attention else 1)
         else:
             per_token += 2 * plan.state_bytes / plan.chunk
         found.append(Cost(form, plan.flops / T, per_token))
     return found
+
+
+def step_bytes(plan: Plan, tokens: int) -> float:
+    """Bytes of the state that a step reads and writes after `tokens` tokens of the plan's."""
+    if len(plan.state_shape) > 3:
+        return 2 * plan.state_bytes
+    kept = plan.state_shape[1]  # a cache [B, tokens, numbers a token], of which the token's own are written
+    return plan.state_bytes / kept * (min(tokens, kept) + 1)
 
 
 def parameter_count(module: nn.Module) -> int:
