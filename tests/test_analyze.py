@@ -22,7 +22,7 @@ from dsf.analysis import analyze as engine
 from dsf.analysis import measures, report
 from dsf.analysis import models as loading
 from dsf.analysis._cli_app import app
-from dsf.analysis.analyze import Choice, analyze, anatomy
+from dsf.analysis.analyze import Analysis, Choice, analyze, anatomy
 from dsf.analysis.analyze.found import in_a_sentence
 from dsf.analysis.analyze.page import Report
 from dsf.analysis.analyze.records import Analysed, EffectiveSize, Head, Run
@@ -277,6 +277,16 @@ def test_the_numbers_are_those_of_the_measures():
         assert run_.distance == pytest.approx(float(distance), rel=1e-5)
         entropy = measures.effective_state_size(part).entropy.mean()
         assert run_.effective_state_size.entropy == pytest.approx(float(entropy), rel=1e-4)
+
+
+def test_the_work_of_attention_is_that_of_its_window():
+    data = analyze(letters("gpt_oss"), TEXT, "text", Choice(tokens=48)).data
+    windows = {x.window for x in data.conversion.layers}
+    assert windows == {6, None} == {x.window for x in data.costs}
+    work = {x.window: x.forms["recurrent"].flops for x in data.costs}
+    keys = {window: sum(min(t, window or t) for t in range(1, 49)) / 48 for window in windows}
+    assert work[6] / work[None] == pytest.approx(keys[6] / keys[None])
+    assert "softmax_attention, window 6, 1 layer" in Report(Analysis(data)).page().html()
 
 
 def test_long_texts_are_measured_on_a_window(monkeypatch):

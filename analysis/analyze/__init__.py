@@ -21,6 +21,7 @@ from dsf.analysis.analyze.found import in_a_sentence
 from dsf.analysis.analyze.records import Analysed, Run
 from dsf.analysis.compare import CONTEXTS, machine
 from dsf.analysis.convert import Converted, Layer, convert
+from dsf.analysis.convert.softmax import declared
 from dsf.analysis.measures import costs, parameter_count
 from dsf.analysis.models import GIB, free_memory, longest_context
 from dsf.analysis.pretrained import Pretrained
@@ -357,16 +358,19 @@ def _states(converted: Converted) -> records.StateBytes:
 
 
 def _costs(layers: Sequence[Layer], tokens: int) -> list[records.Costs]:
-    """The work of each form, one record for each recurrence and size."""
+    """The work of each form, one record for each recurrence, size and window."""
     found: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         if layer.state is not None:
-            found.setdefault((layer.recurrence.name, *layer.state), []).append(layer)
+            found.setdefault((layer.recurrence.name, *layer.state, layer.window), []).append(layer)
     out = []
-    for (name, heads, n, p), same in found.items():
-        work = costs(same[0].recurrence, T=tokens, heads=heads, N=n, P=p)
-        forms = {c.form: records.Work(flops=c.flops, bytes=c.bytes) for c in work}
-        out.append(
-            records.Costs(recurrence=name, kind=same[0].kind, layers=len(same), heads=heads, N=n, P=p, forms=forms)
-        )
+    for (name, heads, n, p, window), same in found.items():
+        own = same[0].recurrence
+        if own.spec.is_softmax and own.spec.system.window != window:  # of a model's, which is found in its calls
+            own = declared(window, sunk=False)
+        forms = {
+            c.form: records.Work(flops=c.flops, bytes=c.bytes) for c in costs(own, T=tokens, heads=heads, N=n, P=p)
+        }
+        sizes = {"heads": heads, "N": n, "P": p, "window": window}
+        out.append(records.Costs(recurrence=name, kind=same[0].kind, layers=len(same), forms=forms, **sizes))
     return out

@@ -181,7 +181,7 @@ class Work(Record):
 
 
 class Costs(Record):
-    """The work of every form of a recurrence of one size, and the number of layers with it."""
+    """The work of every form of a recurrence of one size, and the number of layers with it. window: of attention."""
 
     recurrence: str
     kind: str
@@ -190,6 +190,7 @@ class Costs(Record):
     N: int
     P: int
     forms: dict[str, Work]
+    window: int | None = None
 
 
 class Analysed(File):

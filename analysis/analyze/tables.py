@@ -109,7 +109,10 @@ def costs(data: Analysed) -> Block:
     ]
     rows = [
         [
-            Cell(f"{entry.recurrence}, {entry.layers} layer{'s' * (entry.layers > 1)}"),
+            Cell(
+                f"{entry.recurrence}{f', window {entry.window}' if entry.window else ''}, "
+                f"{entry.layers} layer{'s' * (entry.layers > 1)}"
+            ),
             Cell(f"{entry.heads}, {entry.N}, {entry.P}"),
             Cell(form),
             Cell(count(work.flops), work.flops),
