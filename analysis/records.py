@@ -108,7 +108,7 @@ class Histogram(Record):
 
     low: float
     high: float
-    shares: list[Number]
+    shares: list[Number] = Field(min_length=3)
 
 
 class Plane(Record):
@@ -117,7 +117,7 @@ class Plane(Record):
     """
 
     side: float
-    shares: list[list[Number]]
+    shares: list[Annotated[list[Number], Field(min_length=1)]] = Field(min_length=1)
 
 
 class Eigenvalues(Record):

@@ -251,11 +251,35 @@ def test_the_schema_names_every_field_of_the_file(analysed):
         ({"window": "wide"}, "window: input should be a valid integer"),
         ({"runs": [{"name": "x"}]}, "runs.0.layer: field required"),
         ({"more": 1}, "more: extra inputs are not permitted"),
+        ({"runs": []}, "runs: list should have at least 1 item"),
+        ({"contexts": [1, 4]}, "for 2 contexts"),
     ],
 )
 def test_a_file_that_is_no_analysis_is_refused_in_one_line(analysed, tmp_path, change, said):
     report.write_json(tmp_path / "a.json", analysed[2] | change)
     assert said in one_line(run("--from", tmp_path / "a.json", "--out", tmp_path / "a.html", code=2))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (("runs", 0, "along", "norm"), r"runs: 0 S6: norm: \d+ for \d+ tokens"),
+        (("runs", 0, "write"), r"runs: 0 S6: write: \d+ for \d+ pieces"),
+        (("runs", 0, "shares"), r"runs: 0 S6: shares: \d+ for \d+ pieces"),
+        (("runs", 1, "shares", 2), r"runs: 1 softmax: shares: \d+ for \d+ pieces"),
+        (("state", "bytes_by_kind", "S6"), "state: S6: 5 for 11 contexts"),
+        (("state", "recurrent_if_cached"), "state: recurrent_if_cached: 5 for 11 contexts"),
+    ],
+)
+def test_lists_of_unlike_lengths_are_refused_in_one_line(analysed, tmp_path, path, said):
+    data = json.loads(json.dumps(analysed[2]))
+    *there, last = path
+    holder = data
+    for key in there:
+        holder = holder[key]
+    holder[last] = holder[last][: len(holder[last]) // 2]
+    report.write_json(tmp_path / "a.json", data)
+    assert re.search(said, one_line(run("--from", tmp_path / "a.json", "--out", tmp_path / "a.html", code=2)))
 
 
 # The numbers

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from dsf.analysis.compare import CONTEXTS
 from dsf.analysis.records import (
     Eigenvalues,
     File,
@@ -36,7 +38,7 @@ class State(Record):
 class Along(Record):
     """Norm and effective rank of the state after these numbers of tokens, mean of the heads."""
 
-    tokens: list[int]
+    tokens: list[int] = Field(min_length=1)
     norm: list[Number]
     rank: list[Number]
 
@@ -159,7 +161,7 @@ class ReadText(Record):
     cut_to_context: int | None
     bits_per_token: float | None
     sentence: str
-    pieces: list[str]
+    pieces: list[str] = Field(min_length=2)
 
 
 class StateBytes(Record):
@@ -206,6 +208,31 @@ class Analysed(File):
     contexts: list[int]
     state: StateBytes
     costs: list[Costs]
-    runs: list[Run]
+    runs: list[Run] = Field(min_length=1)
     seconds: dict[str, float]
     peak_gib: float | None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Analysed:
+        """Raise ValueError for lists that are drawn against each other and not of one length."""
+        size, contexts = len(self.text.pieces), len(self.contexts)
+        state = {**self.state.bytes_by_kind, "recurrent_if_cached": self.state.recurrent_if_cached}
+        lists: list[tuple[str, Sequence[Any], int, str]]
+        lists = [(f"state: {name}", x, contexts, "contexts") for name, x in state.items()]
+        for run in self.runs:
+            where = f"runs: {run.name}"
+            if not run.heads:
+                raise ValueError(f"{where}: it has no heads")
+            lists.append((f"{where}: shares", run.shares, size, "pieces"))
+            lists += [(f"{where}: shares", row, size, "pieces") for row in run.shares]
+            each = [("received", run.received), ("decay", run.decay), ("erase", run.erase), ("write", run.write)]
+            lists += [(f"{where}: {name}", x, size, "pieces") for name, x in each if x is not None]
+            if run.along is not None:
+                line = {"norm": run.along.norm, "rank": run.along.rank}
+                lists += [(f"{where}: {name}", x, len(run.along.tokens), "tokens") for name, x in line.items()]
+        for name, x, expected, of in lists:
+            if len(x) != expected:
+                raise ValueError(f"{name}: {len(x)} for {expected} {of}")
+        if self.contexts != list(CONTEXTS):
+            raise ValueError(f"contexts are {self.contexts}; expected {list(CONTEXTS)}")
+        return self
