@@ -136,6 +136,31 @@ def test_a_file_that_is_no_comparison_is_refused_in_one_line(result, tmp_path, c
 
 
 @pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("state", "here"), [1, 2], r"state\.here has 2 numbers, expected 11"),
+        (("kernel", "shares"), [[1.0]], r"kernel\.shares has 1 numbers, expected \d+"),
+        (("equal", "curve"), [], "curve is empty"),
+        (
+            ("equal", "recall"),
+            {"9": {"mean": 0, "spread": 0, "each": [0]}},
+            "recall is of 9 bytes of noise, expected 4, ",
+        ),
+        (("tokens_per_second",), {}, "tokens_per_second is empty"),
+    ],
+)
+def test_a_comparison_whose_lists_do_not_fit_is_refused_in_one_line(result, tmp_path, place, value, said):
+    data = result.to_dict()
+    holder = data["mixers"][0]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    report.write_json(tmp_path / "compare.json", data)
+    with pytest.raises(dsf.language.errors.InputError, match=data["mixers"][0]["name"] + ": " + said):
+        saved.load(tmp_path / "compare.json")
+
+
+@pytest.mark.parametrize(
     ("text_of_file", "said"),
     [
         ("{", "is no JSON"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from dsf.analysis.compare import CONTEXTS, Comparison
 from dsf.analysis.compare.fair import Protocol
+from dsf.analysis.compare.recall import GAPS
+from dsf.analysis.compare.records import MixerRecord
 from dsf.analysis.records import first_error, read
 from dsf.analysis.training import Setup
 from dsf.language.errors import InputError
@@ -18,11 +21,32 @@ KINDS: tuple[Any, Any] = (Setup, Protocol)
 
 
 def load(path: Path) -> Comparison:
-    """The Comparison in a compare.json. Raises InputError for another file or schema."""
+    """The Comparison in a compare.json. Raises InputError for another file or schema, and for lists that do not fit."""
     saved = Comparison.load(path)
     if saved.contexts != list(CONTEXTS):
         raise InputError(f"{path}: contexts are {saved.contexts}; expected {list(CONTEXTS)}")
+    windows = any(r.equal.by_length for r in saved.mixers)
+    for r in saved.mixers:
+        if why := _misfit(r, windows):
+            raise InputError(f"{path}: {r.name}: {why}")
     return saved
+
+
+def _misfit(r: MixerRecord, windows: bool) -> str:
+    """Why lists that are drawn against each other do not fit, "" where they do. windows: whether any has by_length."""
+    size, contexts = len(r.kernel.sentence.encode()), len(CONTEXTS)
+    lists: list[tuple[str, Sequence[Any], int]] = [("kernel.shares", r.kernel.shares, size)]
+    lists += [("a row of kernel.shares", row, size) for row in r.kernel.shares]
+    lists += [("state.here", r.state.here, contexts), ("state.at_paper_width", r.state.at_paper_width, contexts)]
+    for name, x, expected in lists:
+        if len(x) != expected:
+            return f"{name} has {len(x)} numbers, expected {expected}"
+    whole: list[tuple[str, Sized]] = [("tokens_per_second", r.tokens_per_second)]
+    for own in r.columns:
+        whole += [("curve", own.curve)] + [("by_length", own.by_length)] * windows
+        if own.recall is not None and list(own.recall) != [str(gap) for gap in GAPS]:
+            return f"recall is of {', '.join(own.recall) or 'no'} bytes of noise, expected {', '.join(map(str, GAPS))}"
+    return next((f"{name} is empty" for name, x in whole if not x), "")
 
 
 def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
