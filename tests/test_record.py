@@ -100,6 +100,21 @@ def test_a_recording_larger_than_its_limit_is_refused_with_its_size(name):
     assert not converted.layers[0].listeners
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bloom", "mpt"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_half_precision_models_is_measured_in_float32(name, dtype):
+    model = zoo.build(name, dtype)
+    converted, ids = dsf.convert(model), torch.randint(3, 64, (2, 40))
+    with record(converted) as single, record(converted, dtype=torch.float64) as double:
+        model(input_ids=ids)
+    for layer in single.layers:
+        one, other = single.trajectory(layer), double.trajectory(layer)
+        measured = [measures.output, measures.mean_distance, lambda t: measures.effective_state_size(t).entropy]
+        for measure in [*measured, lambda t: measures.eigenvalues(t, paper=True)]:
+            assert measure(one).dtype == torch.float32
+            torch.testing.assert_close(measure(one).double(), measure(other), rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_not_there_is_named():
     model, converted, ids = build()
     unknown = pytest.raises(RecordingError, match=r"no converted layer is called 'x'; they are backbone.layers.0.mixer")

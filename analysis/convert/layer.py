@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.attention import KVCache
 from dsf.trajectory import Attention, Trajectory
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class Run:
     padding: Tensor | None = None
 
     def trajectory(self) -> Trajectory:
-        """The structured Trajectory of this run, without gradients."""
+        """The structured Trajectory of this run, without gradients, in float32 (float64 where the run is)."""
         with torch.no_grad():
             if self.attention is not None:
-                return Trajectory(self.recurrence.spec, None, None, self.attention)
+                operands = vars(self.attention).items()
+                wide: Any = {k: x.float() for k, x in operands if isinstance(x, Tensor) and x.dtype in HALF}
+                return Trajectory(self.recurrence.spec, None, None, replace(self.attention, **wide))
             given: dict[str, Any] = {n: x.detach() for n, x in self.inputs.items()}
             # A clone: the model writes the next state into the same memory.
             start = self.state.detach().clone() if isinstance(self.state, Tensor) else None
