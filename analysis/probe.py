@@ -44,7 +44,8 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> tuple[Eigenvalues,
 
     In the gauge, normalised systems and softmax attention have the factor η_{t-1}/η_t, below 1 where a token adds to
     the denominator. Half-lives are in tokens, from the Lyapunov exponents of A_t without the gauge, which changes no
-    output: the time until what was written is halved, with erasure; infinite for softmax attention without a decay.
+    output: the time until what was written is halved, with erasure; infinite for softmax attention without a decay, at
+    most the window where there is one, after which a token is dropped.
     """
     # From the second token on: where a sequence begins, a reset may clear the state.
     found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
@@ -57,6 +58,7 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> tuple[Eigenvalues,
         # Products of orthogonal steps keep lengths only to rounding errors, which are no forgetting.
         lives = torch.cat([half_life(t, of="transition").flatten() for t in found]).double()
         lives = torch.where(lives > 1e9, torch.inf, lives)
+    lives = lives if recurrence.spec.system.window is None else lives.clamp(max=recurrence.spec.system.window)
     return of_eigenvalues(values), HalfLives.of(lives)
 
 

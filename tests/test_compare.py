@@ -515,6 +515,17 @@ def test_softmax_attention_never_forgets_but_dilutes():
     assert math.isclose(found.min, float(ratio.min()), rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("decay", [1, 0.999, 0.5])
+def test_a_window_forgets_what_leaves_it(decay):
+    @dsf.recurrence
+    def windowed(q: dsf.Key, k: dsf.Key, v: dsf.Value):
+        return dsf.System(A=decay, B=k * v, C=q, window=16)
+
+    _, lives = spectrum(windowed, [{n: torch.randn(1, 40, 1, 2, dtype=torch.float64) for n in "qkv"}])
+    assert lives.percentiles.median == pytest.approx(min(16, math.log(0.5) / math.log(decay) if decay < 1 else 16))
+    assert lives.share_never == 0
+
+
 def test_disagreement_sees_a_form_that_is_off(monkeypatch):
     deltanet = find("deltanet").recurrence
     inputs = random_inputs(deltanet, tokens=12, heads=2, N=3, P=3)
