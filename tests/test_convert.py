@@ -401,7 +401,7 @@ def test_state_sizes_of_a_model_include_caches_and_convolutions():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "inkling_text", "jamba"])
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "inkling_text", "jamba", "bloom", "mpt"])
 def test_state_sizes_are_those_of_the_models_own_cache(name):
     """Latents of keys and values, and every convolution once; a cache keeps a tap more of these than they need."""
     model = zoo.build(name)

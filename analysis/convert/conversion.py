@@ -87,8 +87,10 @@ class Converted:
             key_heads, latent = layer.key_heads, getattr(module, "kv_lora_rank", None)
             if layer.kind == "softmax" and latent is not None:  # keys and values are made of a latent for all heads
                 key_heads, n, p = 1, latent, module.qk_rope_head_dim
+            # A model's cache holds no biases: ALiBi's are made of positions.
+            kept = softmax_attention if layer.kind == "softmax" else layer.recurrence
             found[layer.name] = state_size(
-                layer.recurrence, context, heads=heads * layer.parts, N=n, P=p, key_heads=key_heads,
+                kept, context, heads=heads * layer.parts, N=n, P=p, key_heads=key_heads,
                 conv=layer.conv, window=layer.window, width=width,
             )  # fmt: skip
         if not found:
