@@ -201,6 +201,27 @@ def test_attention_that_goes_on_from_a_cache_is_not_recorded_without_it():
         layer(x[:, 4:], state)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("padded", [0, 2])
+def test_static_caches_are_recorded_without_places_to_be_filled(name, padded):
+    from transformers import StaticCache
+
+    model, converted, ids = build(name)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :padded] = 0
+    with record(converted) as whole:
+        model(input_ids=ids, attention_mask=mask)
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    with record(converted) as pieces:
+        for part in (slice(0, 6), slice(6, 10), slice(10, 11)):
+            model(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True)
+    for layer in whole.layers:
+        parts = [measures.mean_distance(pieces.trajectory(layer, call)) for call in range(3)]
+        expected = measures.mean_distance(whole.trajectory(layer))
+        torch.testing.assert_close(torch.cat(parts, 2)[0], expected[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.cat(parts, 2)[1, :, padded:], expected[1, :, padded:], atol=1e-4, rtol=1e-4)
+
+
 def test_recordings_stay_structured_and_detached():
     model, converted, ids = build("qwen3_next")
     with record(converted) as recording:

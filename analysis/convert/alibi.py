@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsf.analysis.convert.layer import Layer, Run
-from dsf.analysis.convert.softmax import attend_fused, sees, sees_all
+from dsf.analysis.convert.layer import Layer
+from dsf.analysis.convert.softmax import attend_fused, sees, sees_all, show
 from dsf.mixers import alibi
 from dsf.mixers.softmax_attention import alibi_slopes
 from dsf.trajectory import Attention
@@ -65,7 +65,7 @@ def _attend(
     decay = slopes.neg().exp().expand(len(q), tokens, -1)
     operands = Attention(q, k, v, seen, bias, None, decay)
     layer.state, layer.key_heads = (q.shape[1], k.shape[-1], v.shape[-1]), k.shape[1]
-    layer.show(Run(alibi, {}, None, layer.call.runs, operands))
+    show(layer, alibi, operands)
     asked = layer.shared.asks("output_attentions")
     if sees_all(operands) and not dropout and not asked:
         q, k, v = (x.transpose(1, 2) for x in (q * q.shape[-1] ** 0.5, k, v))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def attention(
     layer.state, layer.key_heads = (query.shape[1], key.shape[-1], value.shape[-1]), key.shape[1]
     dropped = dropout if module.training else 0.0
     own = _declared_as(operands, options.get("sliding_window"))
-    layer.show(Run(own or softmax_attention, {}, None, layer.call.runs, operands))
+    show(layer, own or softmax_attention, operands, bool(causal))
     if own is not None and not dropped and not options.get("output_attentions"):
         return _run(own, operands), None
     if sink is None and not dropped and not options.get("output_attentions"):
@@ -109,6 +110,17 @@ def attend_fused(operands: Attention) -> Tensor:
     mask = bias if operands.seen is None else bias.masked_fill(~operands.seen, float("-inf"))
     k, v = spread_heads(operands.k, heads), spread_heads(operands.v, heads)
     return F.scaled_dot_product_attention(operands.a, k, v, attn_mask=mask, scale=1.0)
+
+
+def show(layer: Layer, recurrence: Recurrence, operands: Attention, causal: bool = True) -> None:
+    """Pass a run of attention to the recorders, without places of a static cache that no token has filled yet."""
+    tokens, places = operands.a.shape[2], operands.k.shape[2]
+    if layer.listeners and causal and operands.seen is not None and tokens < places:
+        last = operands.seen[:, :, -1]  # the newest query sees itself; one of padding sees all
+        filled = max(tokens, places - int(last.flip(-1).int().argmax(-1).max()))
+        seen, bias = (None if x is None else x[..., :filled] for x in (operands.seen, operands.bias))
+        operands = replace(operands, k=operands.k[:, :, :filled], v=operands.v[:, :, :filled], seen=seen, bias=bias)
+    layer.show(Run(recurrence, {}, None, layer.call.runs, operands))
 
 
 def sees(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
