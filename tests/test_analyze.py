@@ -327,6 +327,19 @@ def test_wide_spectra_are_measured_on_fewer_tokens(monkeypatch):
     assert found.eigenvalues.max <= 1 + 1e-6 and found.half_life.percentiles.median > 0
 
 
+def test_eigenvalues_that_turn_are_not_said_to_flip_or_clear():
+    """Of nearly a quarter of a circle the real part is nearly 0, of more it is negative; both keep all."""
+    turning = of_eigenvalues(torch.polar(torch.ones(3), torch.tensor([0.0, 1.5, 2.5])))
+    found = analyze(letters("mamba2"), TEXT, "text", Choice(tokens=20))
+    assert "planes below" not in Report(found).page().html()
+    run_ = found.data.runs[0]
+    run_.eigenvalues = turning
+    said = in_a_sentence(run_, 20)
+    assert "33% of its eigenvalues turn what is stored by more than a right angle" in said and "flips" not in said
+    html = Report(found).page().html()
+    assert "planes below" in html and "real parts: median" in html and "real part of the eigenvalue" in html
+
+
 def test_tokens_looked_at_like_any_other_count_one():
     even = torch.ones(2, 5, 5).tril()
     found = anatomy.received(even / even.sum(-1, keepdim=True))

@@ -41,7 +41,8 @@ def map_words(run: Run) -> str:
 def spectrum_words(found: Eigenvalues) -> str:
     """A few words about the distribution of eigenvalues."""
     parts = found.percentiles
-    return f"median {parts.median:.2f}, 80 % between {parts.low:.2f} and {parts.high:.2f}"
+    real = "real parts: " * (found.plane is not None)
+    return f"{real}median {parts.median:.2f}, 80 % between {parts.low:.2f} and {parts.high:.2f}"
 
 
 def _memory(run: Run) -> str:
@@ -91,8 +92,12 @@ def _heads(run: Run) -> str:
 
 
 def _signs(run: Run) -> str:
-    negative = 0.0 if run.eigenvalues is None else run.eigenvalues.share_negative
-    return f"; {negative:.0%} of its eigenvalues are negative, which flips what is stored" if negative > 0.01 else ""
+    found = run.eigenvalues
+    if found is None or found.share_negative <= 0.01:
+        return ""
+    if found.plane is not None:  # complex ones
+        return f"; {found.share_negative:.0%} of its eigenvalues turn what is stored by more than a right angle"
+    return f"; {found.share_negative:.0%} of its eigenvalues are negative, which flips what is stored"
 
 
 def _tokens(number: float) -> str:

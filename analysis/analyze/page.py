@@ -37,6 +37,10 @@ TERMS = {
     "in one direction (delta rules), and how much it writes.",
     "Head": "Mixers work in several copies side by side, each with a state of its own.",
 }
+TURNING = (
+    " Of complex eigenvalues, which also turn what is stored, it is the real part, which is 0 for a quarter of a "
+    "circle, too; how much they keep is their distance from 0 in the planes below."
+)
 
 
 class Report:
@@ -209,7 +213,7 @@ class Report:
                     self.drawn["eigenvalues"],
                     "Eigenvalues of A, layer by layer",
                     "What one token multiplies the state by. Dark at 1: kept as it is. Dark at 0: overwritten. In "
-                    "between it fades.",
+                    "between it fades." + TURNING * any(x.plane is not None for x in self.spectra.values()),
                 ),
                 details("As histograms, one a layer", grid(histograms, 245)),
             ]

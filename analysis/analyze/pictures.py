@@ -40,7 +40,8 @@ def spectra(found: Mapping[str, Eigenvalues], colors: Colors) -> Any:
     axes.set_xlim(shape.low if negative else 0, shape.high if above else 1.01)
     axes.set_ylim(len(found) - 0.5, -0.5)
     _name_rows(axes, list(found))
-    axes.set_xlabel("eigenvalue of one token's transition: 0 clears, 1 keeps")
+    part = "real part of the " if any(values.plane is not None for values in found.values()) else ""
+    axes.set_xlabel(f"{part}eigenvalue of one token's transition" + ("" if part else ": 0 clears, 1 keeps"))
     return figure
 
 

@@ -312,7 +312,7 @@ def _spectrum_words(record: MixerRecord) -> str:
     if values.share_one > 0.005:
         words.append(f"{values.share_one:.0%} exactly 1")
     if values.share_negative > 0.001:
-        words.append(f"{values.share_negative:.1%} negative")
+        words.append(f"{values.share_negative:.1%} {'negative' if values.plane is None else 'of negative real part'}")
     if values.share_above_one > 0.001:
         words.append(f"{values.share_above_one:.0%} above 1")
     return "; ".join(words)
