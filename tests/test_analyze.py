@@ -313,6 +313,14 @@ def test_the_work_of_attention_is_that_of_its_window():
     assert "softmax_attention, window 6, 1 layer" in Report(Analysis(data)).page().html()
 
 
+def test_the_work_of_a_layer_is_that_of_all_its_parts():
+    data = analyze(letters("zamba"), TEXT, "text", Choice(tokens=20)).data
+    own = next(x for x in data.conversion.layers if x.recurrence == "s6")
+    work = next(x for x in data.costs if x.recurrence == "s6")
+    assert (work.heads, work.N, work.P) == (own.heads, own.N, own.P) == (2, 8, own.P)
+    assert work.forms["recurrent"].flops == 2 * 5 * 8 * own.P
+
+
 def test_long_texts_are_measured_on_a_window(monkeypatch):
     monkeypatch.setattr(anatomy, "WINDOW", 16)
     found = analyze(letters("llama"), TEXT, "text", Choice(tokens=48)).data

@@ -362,7 +362,8 @@ def _costs(layers: Sequence[Layer], tokens: int) -> list[records.Costs]:
     found: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         if layer.state is not None:
-            found.setdefault((layer.recurrence.name, *layer.state, layer.window), []).append(layer)
+            heads, n, p = layer.state
+            found.setdefault((layer.recurrence.name, heads * layer.parts, n, p, layer.window), []).append(layer)
     out = []
     for (name, heads, n, p, window), same in found.items():
         own = same[0].recurrence
