@@ -147,6 +147,7 @@ def test_a_file_that_is_no_comparison_is_refused_in_one_line(result, tmp_path, c
             "recall is of 9 bytes of noise, expected 4, ",
         ),
         (("tokens_per_second",), {}, "tokens_per_second is empty"),
+        (("kernel",), None, "kernel, eigenvalues and half_life are null together"),
     ],
 )
 def test_a_comparison_whose_lists_do_not_fit_is_refused_in_one_line(result, tmp_path, place, value, said):

@@ -34,9 +34,13 @@ def load(path: Path) -> Comparison:
 
 def _misfit(r: MixerRecord, windows: bool) -> str:
     """Why lists that are drawn against each other do not fit, "" where they do. windows: whether any has by_length."""
-    size, contexts = len(r.kernel.sentence.encode()), len(CONTEXTS)
-    lists: list[tuple[str, Sequence[Any], int]] = [("kernel.shares", r.kernel.shares, size)]
-    lists += [("a row of kernel.shares", row, size) for row in r.kernel.shares]
+    contexts, lists = len(CONTEXTS), list[tuple[str, Sequence[Any], int]]()
+    if {r.kernel is None, r.eigenvalues is None, r.half_life is None} != {bool(r.unseen)}:
+        return "kernel, eigenvalues and half_life are null together, with the reason in unseen"
+    if r.kernel is not None:
+        size = len(r.kernel.sentence.encode())
+        lists += [("kernel.shares", r.kernel.shares, size)]
+        lists += [("a row of kernel.shares", row, size) for row in r.kernel.shares]
     lists += [("state.here", r.state.here, contexts), ("state.at_paper_width", r.state.at_paper_width, contexts)]
     for name, x, expected in lists:
         if len(x) != expected:
