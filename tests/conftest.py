@@ -53,6 +53,15 @@ def seeded_torch() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def measured_once() -> None:
+    """Reports time one call of every form, not calls for a fifth of a second: tests look at no speed but its sign."""
+    if not INTERPRETED:
+        from dsf.analysis import probe
+
+        probe.SPEED_SECONDS = 0.0
+
+
 def _forget() -> None:
     if "dsf.kernels.triton.operators" in sys.modules:
         sys.modules["dsf.kernels.triton.operators"].forget()
