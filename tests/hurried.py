@@ -51,6 +51,7 @@ def install() -> None:
     _wrap_once()
     _unwrap_at_once()
     _combine_slices()
+    _make_handles()
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def _repeat_operations() -> None:
         _swap(private.Semantic, name, _repeated(name, getattr(private.Semantic, name), op))
     for name, op in (("minimum", np.fmin), ("maximum", np.fmax)):
         _swap(private.Semantic, name, _extreme(getattr(private.Semantic, name), op))
-    _swap(private.Semantic, "to_tensor", tensor_at_once(private.Semantic.to_tensor))
+    _swap(private.Semantic, "to_tensor", tensor_at_once(private.Semantic.to_tensor, _block))
     _swap(private.Semantic, "cast", _cast(private.Semantic.cast))
     _swap(private.Semantic, "where", _chosen(private.Semantic.where))
     _swap(private.Semantic, "full", _filled(private.Semantic.full))
@@ -353,7 +354,7 @@ def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     def converted(self: Any, x: Any, kind: Any, *mode: Any, **named: Any) -> Any:
-        if any(mode) or any(named.values()):
+        if (mode or named) and (any(mode) or any(named.values())):
             return cast(self, x, kind, *mode, **named)
         key = (x.type.name, kind.name)
         way = known.get(key, known)
@@ -451,6 +452,29 @@ def _filled(full: Callable[..., Any]) -> Callable[..., Any]:
     return filled
 
 
+def _make_handles() -> None:
+    """Numbers fit a dtype where others of their size did; what a pointer points to is found once."""
+    make, element = getattr(*private.HANDLE), getattr(*private.ELEMENT)
+    fit: set[Any] = set()
+
+    def made(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        key = (data.itemsize, dtype.name)
+        if key in fit:
+            self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        else:
+            make(self, data, dtype, *(() if attr is None else (attr,)))
+            fit.add(key)
+
+    def innermost(self: Any) -> Any:
+        known = self.dtype.__dict__
+        if "innermost" not in known:
+            known["innermost"] = element(self)
+        return known["innermost"]
+
+    _swap(*private.HANDLE, made)
+    _swap(*private.ELEMENT, innermost)
+
+
 def _combine_slices() -> None:
     """Reductions and scans by any function combine whole slices of a block, not one number after another."""
     reduce = getattr(*private.REDUCE)
@@ -481,5 +505,20 @@ def _combine_slices() -> None:
         kept = [np.expand_dims(x, self.axis) if self.keep_dims else x for x in last]
         return [self.to_tensor(x, y.dtype) for x, y in zip(kept, given, strict=True)]
 
+    convert = getattr(*private.RESULT)
+    known: dict[Any, Any] = {}
+
+    def result(self: Any, data: Any, dtype: Any) -> Any:
+        if type(data) is not np.ndarray or not data.shape:
+            return convert(self, data, dtype)
+        way = known.get((data.shape, dtype.name))
+        if way is None:
+            found = convert(self, data, dtype)
+            known[data.shape, dtype.name] = found.type, found.handle.dtype, found.handle.data.dtype
+            return found
+        kind, scalar, numbers = way
+        return _block(data.astype(numbers, copy=False), scalar, kind)
+
     _swap(*private.SCAN, scanned)
     _swap(*private.REDUCE, reduced)
+    _swap(*private.RESULT, result)

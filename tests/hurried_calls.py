@@ -64,12 +64,29 @@ def at_once(ready: dict[Any, Function]) -> None:
     return called
 
 
-def tensor_at_once(convert: Function) -> Function:
-    """`to_tensor`, which every assignment calls."""
-    tensor = tl.tensor
+def tensor_at_once(convert: Function, block: Function) -> Function:
+    """`to_tensor`, which every assignment calls: of tuples, which it leaves as they are, as often as of tensors."""
+    tensor, number = tl.tensor, tl.constexpr
+    converts, left = (tensor, number, int, float), set[type]()
+    known: dict[Any, Any] = {}
 
     def converted(self: Any, x: Any, check_type: bool = True) -> Any:
-        return x if type(x) is tensor else convert(self, x, check_type)
+        kind = type(x)
+        if kind is tensor or (kind in left and not check_type):
+            return x
+        if kind is number:
+            x = x.value
+            kind = type(x)
+        if kind is int or kind is float or kind is bool:
+            key = x if kind is int else name_of(x)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = convert(self, x, check_type)
+                found.handle.data.flags.writeable = False
+            return block(found.handle.data, found.handle.dtype, found.type)
+        if not issubclass(kind, converts):
+            left.add(kind)
+        return convert(self, x, check_type)
 
     return converted
 
@@ -92,7 +109,8 @@ def _cast(inner: Function, block: Function) -> Function:
     convert, tensor = private.semantic().cast, tl.tensor
 
     def called(x: Any, dtype: Any, *more: Any, _semantic: Any = None, **named: Any) -> Any:
-        if more or named or type(x) is not tensor or type(dtype) is tl.constexpr:
+        how = (more or named) and (any(more) or any(named.values()))
+        if how or type(x) is not tensor or type(dtype) is tl.constexpr:
             return inner(x, dtype, *more, _semantic=private.semantic(), **named)
         return convert(x, dtype)
 
@@ -145,6 +163,7 @@ def _arange(inner: Function, block: Function) -> Function:
     known: dict[Any, Any] = {}
 
     def called(start: Any, end: Any, _semantic: Any = None) -> Any:
+        end = end.value if type(end) is tl.constexpr else end
         if type(start) is not int or type(end) is not int:
             return inner(start, end, _semantic=private.semantic())
         found = known.get((start, end))
@@ -180,8 +199,10 @@ def _of_one(op: Any) -> Callable[[Function, Function], Function]:
 def _extreme(name: str) -> Callable[[Function, Function], Function]:
     def made(inner: Function, block: Function) -> Function:
         choose, tensor, none = getattr(private.semantic(), name), tl.tensor, tl.PropagateNan.NONE
+        to_tensor = private.semantic().to_tensor
 
         def called(x: Any, y: Any, *more: Any, _semantic: Any = None, **named: Any) -> Any:
+            y = to_tensor(y, False)
             plain = type(x) is tensor and type(y) is tensor and not more and not named
             if not plain or x.dtype.name == "bf16" or y.dtype.name == "bf16":  # which becomes float32
                 return inner(x, y, *more, _semantic=private.semantic(), **named)
@@ -194,9 +215,11 @@ def _extreme(name: str) -> Callable[[Function, Function], Function]:
 
 def _sizes(shape: Sequence[Any]) -> tuple[int, ...] | None:
     """Sizes as a function is given them, one by one or in one tuple; None where they are not Python's numbers."""
-    if len(shape) == 1 and type(shape[0]) in (tuple, list):
-        shape = shape[0]
-    return tuple(shape) if shape and all(type(x) is int for x in shape) else None
+    if len(shape) == 1:
+        kind = type(shape[0])
+        shape = shape[0] if kind is tuple or kind is list else shape[0].values if kind is tl.tuple else shape
+    found = tuple([x.value if type(x) is tl.constexpr else x for x in shape])
+    return found if found and all([type(x) is int for x in found]) else None
 
 
 def _moved(move: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]) -> Callable[[Function, Function], Function]:

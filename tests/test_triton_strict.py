@@ -352,6 +352,14 @@ def call_all(x, out, NUMBER: tl.constexpr):
     tl.store(out + 352 + at, tl.load(x + rows * 8), mask=(y > 0) & (columns > 2))
     tl.store(out + 384 + at, y.to(tl.bfloat16))
     tl.store(out + 416, f.to(tl.float16).sum())
+    pair = (tl.sum(f, 0), (True, 3, NUMBER))
+    sums, numbers = pair
+    truth, three, number = numbers
+    SIDE: tl.constexpr = 4
+    kept(out, 14, tl.full(f.shape, NUMBER, tl.float32) + tl.broadcast_to(sums[None, :], y.shape) * three)
+    kept(out, 15, tl.reshape(tl.reshape(f, 2 * SIDE, SIDE), f.shape) + tl.arange(0, 2 * SIDE)[None, :])
+    kept(out, 16, tl.maximum(f, three) + tl.minimum(f, NUMBER) + tl.sum(y, axis=1, keep_dims=True).to(tl.float32))
+    kept(out, 17, tl.where(truth, y.to(tl.float32, bitcast=False), number))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -360,7 +368,7 @@ def test_a_hurried_interpreter_calls_functions_to_the_same_bits(dtype: torch.dty
     x[3] = math.nan
 
     def found(number: float) -> torch.Tensor:
-        out = torch.zeros(417)
+        out = torch.zeros(18 * 32)
         call_all[(1,)](x, out, NUMBER=number)
         return out.view(torch.uint8)
 
