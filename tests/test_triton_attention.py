@@ -1,5 +1,6 @@
 """The attention kernels in Triton's interpreter: gradients against float64, biases, windows, groups, sinks, packing."""
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -89,6 +90,23 @@ def test_the_last_queries_attend_as_among_all(last, dtype, decays, window):
     for among_all, alone in zip(*found, strict=True):
         torch.testing.assert_close(alone, among_all, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-2)
         assert not bool(alone.isnan().any())
+
+
+@pytest.mark.parametrize("tokens", [1, 1024, 2500])
+def test_sums_of_several_stretches(tokens):
+    """Of strided log decays; every program sums the tokens before its own."""
+    from dsf.kernels.triton.attention.sums import NEAR, SIZE, attention_sums, attention_sums_gradient
+
+    log = -torch.rand(2, tokens, 3).transpose(1, 2)  # [B, H, T]
+    c, back, stretches = torch.empty(2, 3, 3, tokens), torch.empty(2, 3, tokens), -(-tokens // SIZE.value)
+    attention_sums[6, stretches](log, c, tokens, 3, *log.stride())
+    exact = log.double().cumsum(-1)
+    torch.testing.assert_close(c[:, :, 0].double() + c[:, :, 1].double(), exact, rtol=1e-12, atol=1e-12)
+    first = exact[..., torch.arange(tokens) // NEAR.value * NEAR.value]
+    torch.testing.assert_close(c[:, :, 2].double(), (exact - first) / math.log(2), rtol=1e-6, atol=1e-6)
+    given = torch.randn(2, 3, tokens)
+    attention_sums_gradient[6, stretches](given, back, tokens)
+    torch.testing.assert_close(back.double(), given.double().flip(-1).cumsum(-1).flip(-1), rtol=1e-6, atol=1e-6)
 
 
 CUTS = {
