@@ -51,11 +51,12 @@ def shrunk(
         return subject, case, verdict, _needed(subject, case, device, deadline, poison, tuple(history))
     kind = _kind(now)
     best = (subject, case, now)
+    tried = {_name(subject, case)}  # what is simpler in one way may be what there was in another
     changed = True
     while changed and time.perf_counter() < deadline:
         changed = False
         for candidates in (_cases, _declarations):
-            best, better = _descend(best, candidates, kind, device, deadline, poison)
+            best, better = _descend(best, candidates, tried, kind, device, deadline, poison)
             changed = changed or better
     return *best, ()
 
@@ -96,17 +97,16 @@ Found = tuple[Subject, Case, Verdict]
 
 
 def _descend(
-    best: Found, candidates: Callable[[Subject, Case], Iterator[tuple[Subject, Case]]], kind: str,
+    best: Found, candidates: Callable[[Subject, Case], Iterator[tuple[Subject, Case]]], tried: set[str], kind: str,
     device: torch.device | str, deadline: float, poison: bool,
 ) -> tuple[Found, bool]:  # fmt: skip
-    """Repeatedly take the first candidate with the same kind of failure."""
+    """Repeatedly take the first candidate with the same kind of failure that was not tried before."""
     better = False
-    tried: set[str] = set()
     while True:
         for subject, case in candidates(best[0], best[1]):
             if time.perf_counter() > deadline:
                 return best, better
-            name = repr(subject.declaration) + repr(case)
+            name = _name(subject, case)
             if name in tried:
                 continue
             tried.add(name)
@@ -116,6 +116,10 @@ def _descend(
                 break
         else:
             return best, better
+
+
+def _name(subject: Subject, case: Case) -> str:
+    return repr(subject.declaration) + repr(case)
 
 
 def _kind(verdict: Verdict) -> str:
