@@ -94,12 +94,13 @@ def walked(how):
         return
     from dsf.kernels.triton import operators
     from dsf.kernels.triton.chunk import matrix
-    from dsf.kernels.triton.scan import launches
+    from dsf.kernels.triton.scan import launches, maximum
 
     other = {
         "cut": (
             (matrix, "segments", lambda *_: 2), (matrix, "finer", lambda span: min(span, 2)),
-            (launches, "segments", lambda tokens, _, tile, __: (-(-tokens // tile.chunk), tile.chunk)),
+            *((of, "segments", lambda tokens, _, tile, __: (-(-tokens // tile.chunk), tile.chunk))
+              for of in (launches, maximum)),
         ),
         "full": (
             (matrix, "sharing", lambda heads, *_: 2 if heads % 2 == 0 else 1),

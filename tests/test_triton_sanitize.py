@@ -34,7 +34,7 @@ def test_every_kernel_that_is_launched_is_reached(made):
 
 def test_calls_that_short_sequences_never_meet_are_right(made):
     """T in segments, heads that share keys in one program: the choices are the kernels', the numbers the oracle's."""
-    assert made.one("scalar-decay", "bfloat16", "cpu")
+    assert made.one("scalar-decay", "bfloat16", "cpu") and made.one("vector-normalised", "float32", "cpu")
     assert made.one("layer-convolution", "float32", "cpu") and made.one("ranks-convolution", "float32", "cpu")
     assert made.one("layer-products", "float32", "cpu") and made.one("attention-tokens", "bfloat16", "cpu")
 

@@ -189,12 +189,12 @@ def test_normalised_systems_equal_the_oracle(recurrence: dsf.Recurrence, small_t
 def test_a_running_maximum_of_segments(how: str, before: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of decays from Params, one number a head, or not as logarithms; of three segments and of one."""
     from dsf.kernels.triton import operators
-    from dsf.kernels.triton.scan import maximum, table
+    from dsf.kernels.triton.scan import maximum
     from dsf.torch.columns import Columns
     from dsf.torch.stabilise import running_maximum
 
     operators.forget()
-    monkeypatch.setattr(table, "segments", lambda count, *_: (-(-count // 16), 16))
+    monkeypatch.setattr(maximum, "segments", lambda count, *_: (-(-count // 16), 16))
     monkeypatch.setattr(maximum, "LANES", 4)
     size, channels = (2, tokens, 3), 1 if how == "heads" else 5
     log = -torch.rand(1, 1, 3, 5) if how == "params" else -3 * torch.rand(*size, channels)

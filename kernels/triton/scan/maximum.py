@@ -17,7 +17,7 @@ from torch import Tensor
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.programs import EMPTY
-from dsf.kernels.triton.scan import table
+from dsf.kernels.triton.scan.table import Tile, segments
 
 TOKENS, LANES = 8, 64  # of a program of one warp, whose loads are under way at once
 SPAN, BUSY = 128, 16  # fewest tokens of a segment; warps a processor below which time is cut
@@ -142,16 +142,16 @@ def _running(
     m = gain.new_empty(batch, tokens + 1, heads, channels, dtype=torch.float32)
     top = gain.new_empty(batch, 0 if own is None else tokens, heads, channels, dtype=torch.float32)
     blocks = -(-lanes // LANES)
-    tile = table.Tile(TOKENS, 1, LANES, 2, 1, TOKENS, 1, SPAN, BUSY, 0)
-    segments, span = table.segments(tokens, batch * blocks, tile, m.device)
-    parts = None if segments == 1 else m.new_empty(batch, segments - 1, lanes, 2)
+    tile = Tile(TOKENS, 1, LANES, 2, 1, TOKENS, 1, SPAN, BUSY, 0)
+    count, span = segments(tokens, batch * blocks, tile, m.device)
+    parts = None if count == 1 else m.new_empty(batch, count - 1, lanes, 2)
     steps = Steps(_strided(log), _strided(gain), _strided(own))
     levels = Levels(m, None if own is None else top, first, parts)
     how = {"K": TOKENS, "LOGS": constant(logs), "BP": LANES, "num_warps": 1}
-    sizes = tokens, channels, lanes, segments, span
+    sizes = tokens, channels, lanes, count, span
     if parts is not None:
-        launch(maximum_summaries, (batch * blocks * (segments - 1),), steps, levels, *sizes, **how)
-    launch(maximum_tokens, (batch * blocks * segments,), steps, levels, *sizes, BEFORE=before, **how)
+        launch(maximum_summaries, (batch * blocks * (count - 1),), steps, levels, *sizes, **how)
+    launch(maximum_tokens, (batch * blocks * count,), steps, levels, *sizes, BEFORE=before, **how)
     return m, top
 
 
