@@ -2,8 +2,6 @@
 
 import inspect
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -210,12 +208,6 @@ def test_wrong_sizes_are_refused_by_name():
         mixers.RGLRU(8, 3)
     with pytest.raises(ValueError, match="eta is 'tanh'"):
         mixers.NormalizedAttention(8, eta="tanh")
-
-
-def test_import_pulls_in_nothing_heavy():
-    heavy = "transformers", "matplotlib", "rich", "typer"
-    code = f"import sys, dsf.mixers; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_small_maps_side_by_side_are_the_maps_and_wrapped_ones_are_called():

@@ -148,12 +148,12 @@ def test_the_command_names_the_extra_that_it_needs(installed: Path) -> None:
     assert "dsf-zoo[cli]" in said and len(said.splitlines()) == 1
 
 
-def test_importing_dsf_and_a_first_call_load_no_heavy_module_that_torch_did_not() -> None:
-    heavy = EXTRA_MODULES | {"triton", "pydantic"}
+def test_importing_dsf_and_mixers_and_a_first_call_load_no_heavy_module_that_torch_did_not() -> None:
+    heavy = EXTRA_MODULES | {"triton", "pydantic", "dsf.analysis"}
     code = f"""
 import sys, torch
 before = set(sys.modules)
-import dsf
+import dsf, dsf.mixers
 print(sorted({heavy} & (set(sys.modules) - before)))
 before = set(sys.modules)
 x = torch.ones(1, 70, 2, 4, requires_grad=True)

@@ -61,10 +61,13 @@ def test_all_subjects_run_on_the_kernels_in_every_case(sanitize: ModuleType) -> 
         assert recurrence.plan(T=37, N=24, P=40, H=3, backend="triton", device="cuda").backend == "triton"
 
 
-def test_it_lists_and_shows_its_commands() -> None:
+def test_it_lists_and_shows_its_commands(
+    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def said(*arguments: str) -> list[str]:
-        done = subprocess.run([sys.executable, str(PATH), *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
+        monkeypatch.setattr(sys, "argv", [str(PATH), *arguments])
+        assert sanitize.main() == 0
+        return capsys.readouterr().out.splitlines()
 
     assert said("--list", "--only", "delta", "s6") == ["delta: identity + delta", "s6: Hadamard"]
     how = ("--dry-run", "--only", "delta", "s6", "kda", "--sanitizer", "compute-sanitizer", "--workers")
