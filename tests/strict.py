@@ -15,6 +15,8 @@ import torch
 import triton.language as tl
 import triton_private as private
 
+FEW = 16  # addresses, of which Python finds the lowest sooner than numpy
+
 
 class Memory:
     """The storages of a launch's tensors: first bytes and those after the last, in order."""
@@ -34,12 +36,16 @@ class Memory:
 
     def check(self, pointers: Any, mask: Any, what: str) -> None:
         """Raise IndexError for an address outside of them."""
-        every = "everywhere" in mask.attr or np.logical_and.reduce(mask.data, axis=None)
+        every = "everywhere" in mask.attr or _holds(mask.data)
         places = pointers.data if every else pointers.data[mask.data.astype(bool)]
         if not places.size:
             return
         size = pointers.get_element_ty().primitive_bitwidth // 8 or 1
-        lowest, highest = int(np.minimum.reduce(places, axis=None)), int(np.maximum.reduce(places, axis=None))
+        if places.size > FEW:
+            lowest, highest = int(np.minimum.reduce(places, axis=None)), int(np.maximum.reduce(places, axis=None))
+        else:
+            numbers = places.ravel().tolist()
+            lowest, highest = min(numbers), max(numbers)
         at = bisect_right(self.starts, lowest) - 1
         if at >= 0 and highest + size <= self.ends[at]:
             return
@@ -48,6 +54,11 @@ class Memory:
         wrong = (at < 0) | (places + size > self.last[np.maximum(at, 0)])
         if wrong.any():
             raise IndexError(f"{self.kernel} {what} {int(wrong.sum())} of {places.size} numbers outside its tensors")
+
+
+def _holds(mask: np.ndarray) -> bool:
+    """Everywhere. The bytes of truths are looked through in a third of the time of a reduction."""
+    return b"\0" not in mask.tobytes() if mask.dtype == bool else bool(mask.all())
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:

@@ -214,11 +214,12 @@ def computed(name: str, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_hurried_interpreter_computes_the_same_of_any_two_operands(name: str) -> None:
     tensors = [operand(dtype, shape) for dtype, shape in product(DTYPES, SHAPES)]
-    for x, y in [*product(tensors, [*tensors, *NUMBERS]), *product(NUMBERS, tensors)]:
-        with hurried.as_it_is():
-            expected = computed(name, x, y)
+    pairs = [*product(tensors, [*tensors, *NUMBERS]), *product(NUMBERS, tensors)]
+    with hurried.as_it_is():
+        expected = [computed(name, x, y) for x, y in pairs]
+    for (x, y), wanted in zip(pairs, expected, strict=True):
         for _ in range(2):  # found out, and remembered
-            assert computed(name, x, y) == expected, (x.type, getattr(y, "type", y))
+            assert computed(name, x, y) == wanted, (getattr(x, "type", x), getattr(y, "type", y))
 
 
 @triton.jit
