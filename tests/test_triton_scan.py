@@ -214,6 +214,32 @@ def test_a_running_maximum_of_segments(how: str, before: bool, tokens: int, monk
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_tensor_as_keys_and_values_of_a_normalised_scan(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third call, over three segments of its running maximum."""
+    from dsf.kernels.triton import operators
+    from dsf.kernels.triton.scan import maximum
+
+    operators.forget()
+    monkeypatch.setattr(maximum, "segments", lambda count, *_: (-(-count // 16), 16))
+    x = draw(rwkv4, tokens=37)
+    x["k"] = x["v"] = x["k"].to(dtype)
+
+    def found(dtype: torch.dtype, **how: str) -> list[torch.Tensor]:
+        k, w, u = (x[name].to(dtype if name == "k" else torch.float32).requires_grad_() for name in "kwu")
+        if dtype == torch.float64:
+            w, u = w.double(), u.double()
+        y = rwkv4(k=k, v=k, w=w, u=u, **how)
+        return [y.detach().double(), *(g.double() for g in torch.autograd.grad(y.double().sin().sum(), [k, w, u]))]
+
+    for _ in range(2):
+        found(dtype, backend="triton")
+    close(found(dtype, backend="triton"), found(torch.float64, form="naive"), 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+@interpreted
 def test_normalised_systems_hand_their_state_over_and_pack(small_tiles: None) -> None:
     x, bounds = draw(rwkv4, tokens=7), torch.tensor([0, 3, 4, 7])
     whole, last = rwkv4(**x, backend="triton", return_state=True)

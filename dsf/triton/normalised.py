@@ -92,8 +92,8 @@ def prepare(
     tensors = {DEN: torch.arange(2 * heads, device=bound.device).remainder(2).float()}
     start, m, one = state, None, None
     if spec.is_stabilised:
-        first = next(iter(timed.values()))
-        shape = (first.shape[0], first.shape[1], heads, bound.sizes.n)
+        batch, tokens = next(iter(timed.values())).shape[:2]
+        shape = (batch, tokens, heads, bound.sizes.n)
         skip = spec.skip_term.gain
         logs = spec.log_decays or (spec.rows[0].normal.decay,)
         gains = [t.gain for t in spec.rows[0].terms if t.gain is not None]
@@ -102,7 +102,8 @@ def prepare(
             decay, in_logs, gain = lower_gains(spec, values, shape, valid)
             own = None if skip is None else values(skip)
         first, start = initial_maximum(layout, gain, state)
-        before, after, level = _levels(spec, layout, (decay, in_logs, gain), own, None if state is None else first)
+        given = None if state is None else first
+        before, after, level = _levels(spec, layout, (decay, in_logs, gain), own, given)
         m = after[:, -1].unsqueeze(-2)
         one = (-level).clamp(max=80.0).exp() if ONE in children_first(spec.rule) else None
         for name, x in ((BEFORE, before), (AFTER, after), (LEVEL, level)):
