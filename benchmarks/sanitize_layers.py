@@ -17,6 +17,7 @@ from dsf.kernels.invariant import Diagonal, Invariant, by_kernel
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.product import by_blocks, linear
+from dsf.kernels.reversal import joined, reversed_tokens
 from dsf.kernels.rotary import angles, rotary
 from dsf.kernels.triton.attention.step_ops import attention_step
 from dsf.mixers import get
@@ -95,6 +96,13 @@ def mixtures(x, other, share):
     return found | {"with more": token_mixtures(x, other, [share], x[None], **how)[0]}
 
 
+def directions(ahead, back, x, gain):
+    """A reversed copy, and sums of both directions."""
+    how = {"backend": backend(x)}
+    late = joined(ahead, back, x, gain, 1, **how)
+    return {"reversed": reversed_tokens(x, **how), "sum": joined(ahead, back, **how), "late, with a gain": late}
+
+
 @torch.no_grad()
 def entropies(logits):
     """Cross entropy of rows of logits, a row without a target among them, and their gradient."""
@@ -126,6 +134,7 @@ def convolutions(x, weight, bias, state):
     return {
         "plain": short_convolution(x, weight, bias, state[:1], **how)[0][0], "step": step, "step in place": again,
         "packed": short_convolution(x, weight, bias, state, cu_seqlens=bounds, activation=None, **how)[0][0],
+        "three later tokens": short_convolution(x, weight, bias, ahead=3, **how)[0][0],
         "state in place": own, "first piece": pieces[0], "heads of one length": pieces[1],
     }  # fmt: skip
 
@@ -136,7 +145,7 @@ def convolved_over_ranks(x, weight, bias, state):
         (y,), last = short_convolution(x, weight, bias, state)
         (short,), _ = short_convolution(x[:, :4], weight, bias)
         return {"y": y, "last": last, "y of head and tail": y, "last of head and tail": last, "short": short}
-    fused, found = Fused(weight, bias, (True, [x.shape[-1]], [0], [1.0])), {}
+    fused, found = Fused(weight, bias, (True, [x.shape[-1]], [0], [1.0], 0)), {}
     for name, world in (("", Simulated(2)), (" of head and tail", Simulated(2, layout="headtail"))):
         (found[f"y{name}"],), found[f"last{name}"] = windows.convolve(world, fused, x, state)
     (found["short"],), _ = windows.convolve(Simulated(3, sizes=(2, 1, 1)), fused, x[:, :4].contiguous(), None)
@@ -244,6 +253,7 @@ LAYERS = {
     "attention-tokens": shaped(attention_tokens, (2, 4, 2, 24), *[(2, 2, 2, 24)] * 2, (2, 2, 40, 24), (2, 4, 1)),
     "layer-rotary": shaped(turned, (2, 37, 3, 40), (2, 37, 1, 40)),
     "layer-mixture": shaped(mixtures, (2, 37, 40), (2, 37, 40), (40,)),
+    "layer-directions": shaped(directions, *[(2, 37, 3, 40)] * 3, (2, 37, 3)),
     "layer-entropies": shaped(entropies, (7, 131)),
     "layer-readout": shaped(readouts, *[(2, 37, 3, 40)] * 3, (3, 40)),
     "impulse-responses": shaped(impulses, (3, 40, 1), (3, 40, 1), (3, 20, 1), (3, 20, 1)),

@@ -37,11 +37,12 @@ class Piece:
 
 
 class Fused(NamedTuple):
-    """What the kernels take beside x and states: weight [C, K], bias [C]; (SiLU, widths, heads, scales of pieces)."""
+    """What the kernels take beside x and states: weight [C, K], bias [C]; (SiLU; widths, heads, scales of pieces; how
+    many later tokens an output reads)."""
 
     weight: Tensor
     bias: Tensor | None
-    options: tuple[bool, list[int], list[int], list[float]]
+    options: tuple[bool, list[int], list[int], list[float], int]
 
 
 def fused(
@@ -50,9 +51,9 @@ def fused(
     """The call of `short_convolution` as the kernels take it, or None where torch runs it. Raises ValueError, too."""
     pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
     _check(x, activation, pieces)
-    return (
-        Fused(weight, bias, (activation == "silu", *_columns(pieces))) if _chosen(x, weight, "auto", pieces) else None
-    )
+    if not _chosen(x, weight, "auto", pieces):
+        return None
+    return Fused(weight, bias, (activation == "silu", *_columns(pieces), 0))
 
 
 def short_convolution(
@@ -64,25 +65,34 @@ def short_convolution(
     activation: str | None = "silu",
     pieces: Sequence[Piece] | None = None,
     backend: str = "auto",
+    ahead: int = 0,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Convolve along time.
 
     x: [B, T, C], any strides. weight: [C, K] (w_{K-1} meets the newest input); bias: [C]. state: [B, C, K-1], the
     last inputs before x, oldest first; zeros if None. cu_seqlens: int [S+1], boundaries of sequences packed along T, on
     x's device; then B is 1 and states have S rows. activation: "silu" or None. pieces: how the channels are split; all
-    in one by default. backend: "triton" (CUDA tensors, 2 to 8 taps, not float64), "torch", or "auto".
+    in one by default. backend: "triton" (CUDA tensors, 2 to 8 taps, not float64), "torch", or "auto". ahead: how many
+    later tokens y_t reads, 0 to K-1: Σ_j w_{K-1-j} x_{t+ahead-j}, zeros after the last; of whole sequences alone.
 
-    Returns one y [B, T, width] for each piece, in x's dtype, and the state after x, [B or S, C, K-1]. Raises ValueError
-    for an unknown activation or backend, and for pieces that are not the channels.
+    Returns one y [B, T, width] for each piece, in x's dtype, and the state after x, [B or S, C, K-1], with `ahead` of
+    no sequence, [0, C, K-1]. Raises ValueError for an unknown activation or backend, for pieces that are not the
+    channels, and for `ahead` beside a state or cu_seqlens.
     """
     pieces = (Piece(x.shape[-1]),) if pieces is None else tuple(pieces)
     _check(x, activation, pieces)
+    if ahead and (state is not None or cu_seqlens is not None or not 0 < ahead < weight.shape[-1]):
+        raise ValueError(
+            f"ahead={ahead}: whole sequences without states, from 0 to {weight.shape[-1] - 1} later tokens"
+        )
     if _chosen(x, weight, backend, pieces):
         from dsf.kernels.triton.layer.convolution_ops import short_convolution as fused
 
-        ys, final = fused(x, weight, bias, state, cu_seqlens, activation == "silu", *_columns(pieces))
+        ys, final = fused(x, weight, bias, state, cu_seqlens, activation == "silu", *_columns(pieces), ahead)
         return tuple(ys), final
-    y, final = _torch(x.to(torch.promote_types(x.dtype, torch.float32)), weight, bias, state, cu_seqlens)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y, final = _torch(F.pad(wide, (0, 0, 0, ahead)) if ahead else wide, weight, bias, state, cu_seqlens)
+    y, final = (y[:, ahead:], final[:0]) if ahead else (y, final)
     y = F.silu(y) if activation == "silu" else y
     parts = [
         l2norm(part.unflatten(-1, (-1, p.head)), p.scale).flatten(-2) if p.head else part

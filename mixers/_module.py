@@ -11,6 +11,7 @@ from dsf import Packing, Recurrence
 from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
 from dsf.call.packing import tensor_of
+from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
 from dsf.mixers._checks import check_call, check_tokens, named_tokens
@@ -229,13 +230,13 @@ class Mixer(Owner, Divided):
             cu_seqlens = flipped_packing(cu_seqlens)
         if state is not None:
             state = MixerState(*(flipped_rows(part, packed) for part in state))
-        tokens = {name: part.flip(1) for name, part in tokens.items()}
+        tokens = {name: reversed_tokens(part) for name, part in tokens.items()}
         world = None if world is None else world.backwards()
         options: dict[str, Any] = {"use_cache": use_cache, "parallel": world, **tokens}
-        y, after = self.forward(x.flip(1), state, cu_seqlens, **options)
+        y, after = self.forward(reversed_tokens(x), state, cu_seqlens, **options)
         if after is not None:
             after = MixerState(*(flipped_rows(part, packed) for part in after))
-        return y.flip(1), after
+        return reversed_tokens(y), after
 
     def shard_rates(self, **options: Any) -> nn.Module | None:
         """Shard this layer's own rates by FSDP2 in float32, apart from its block (`dsf.mixers.shard_rates`).

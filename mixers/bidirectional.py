@@ -10,6 +10,7 @@ from torch import Tensor
 from dsf import Packing
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import tensor_of
+from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.mixers._checks import check_call
 from dsf.mixers._module import Mixer, Span
@@ -124,7 +125,7 @@ def inputs_ahead(
 
 
 def run_back(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
-    """`run_ahead` from the last token to the first."""
+    """`run_ahead` of reversed tokens; y is in their order, from the last to the first."""
     if cu_seqlens is not None:
         cu_seqlens = flipped_packing(cu_seqlens)
-    return run_ahead(way, u.flip(1), cu_seqlens, None if world is None else world.backwards()).flip(1)
+    return run_ahead(way, reversed_tokens(u), cu_seqlens, None if world is None else world.backwards())

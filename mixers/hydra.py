@@ -14,6 +14,7 @@ from dsf import Key, Packing, Param, Scalar, System, Value, exp, softplus
 from dsf.call.frame import Places, shifted
 from dsf.call.packing import tensor_of
 from dsf.kernels.convolution import short_convolution
+from dsf.kernels.reversal import joined, reversed_tokens
 from dsf.language.errors import InputError
 from dsf.mixers._conv import split_heads
 from dsf.mixers._mamba import grouped, whole_group
@@ -41,9 +42,8 @@ class CentredConv(nn.Conv1d):
     def forward(self, u: Tensor, places: Places | None) -> Tensor:  # type: ignore[override]
         """u: [B, T, C] -> the same shape. places: those of packed sequences, of which none reads another."""
         side, tokens = self.kernel_size[0] // 2, u.shape[1]
-        if places is None:  # the causal one of later tokens
-            ys, _ = short_convolution(F.pad(u, (0, 0, 0, side)), self.weight.squeeze(1), self.bias)
-            return ys[0][:, side:]
+        if places is None:
+            return short_convolution(u, self.weight.squeeze(1), self.bias, ahead=side)[0][0]
         wide, which = F.pad(u, (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
         y = torch.zeros_like(u) if self.bias is None else self.bias.expand_as(u)
         for tap in range(2 * side + 1):
@@ -125,11 +125,14 @@ class Hydra(BothWays):
         places = _places(x, cu_seqlens)
         z, *ways = self._ways(x, places)
         own: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias}
-        ys: list[Tensor] = [semiseparable(**(own | way), cu_seqlens=cu_seqlens) for way in ways]
-        ahead, back = (shifted(y, None, places) for y in ys)
+        ahead, back = (semiseparable(**(own | way), cu_seqlens=cu_seqlens) for way in ways)
         v = ways[0]["x"]
         skip = self.fc_D(v.flatten(2)) + self.D.to(v.dtype)
-        y = torch.addcmul(ahead + _turned(back, places), v, skip.unsqueeze(-1))
+        if places is None:
+            y = joined(ahead, back, v, skip, late=1)
+        else:
+            ahead, back = (shifted(y, None, places) for y in (ahead, back))
+            y = torch.addcmul(ahead + _turned(back, places), v, skip.unsqueeze(-1))
         return normed(self.norm, y.flatten(2), z, self.out_proj)
 
     def ways(self, x: Tensor, cu_seqlens: Tensor | Packing | None = None) -> list[dict[str, Tensor]]:
@@ -150,7 +153,7 @@ class Hydra(BothWays):
 def _turned(x: Tensor, places: Places | None) -> Tensor:
     """x [B, T, ...] with every sequence reversed in its place."""
     if places is None:
-        return x.flip(1)
+        return reversed_tokens(x)
     ends = (places.starts + places.ends).index_select(0, places.which)
     return x.index_select(1, ends - torch.arange(x.shape[1], device=x.device))
 

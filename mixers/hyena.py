@@ -13,6 +13,7 @@ from dsf import Packing, long_convolution
 from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing
 from dsf.call.packing import check_row, tensor_of
+from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import FormError, InputError
 from dsf.mixers._checks import check_mask
 from dsf.mixers._conv import ShortConv
@@ -141,7 +142,7 @@ class Hyena(Owner):
             check_row("Hyena", cu_seqlens, x.shape[0], x.shape[1])
         if reverse:
             bounds = None if cu_seqlens is None else flipped_packing(cu_seqlens)
-            return self(x.flip(1), None, bounds)[0].flip(1), None
+            return reversed_tokens(self(reversed_tokens(x), None, bounds)[0]), None
         tokens = x.shape[1]
         if tokens > self.filter.l_max and cu_seqlens is None:
             raise InputError(f"Hyena: {tokens} tokens, but its filters are laid out on l_max = {self.filter.l_max}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsf import Packing
 from dsf.call.backwards import flipped_packing
+from dsf.kernels.reversal import joined, reversed_tokens
 from dsf.mixers.bidirectional import BothWays, inputs_ahead, run_ahead, run_back
 from dsf.mixers.s6 import S6, s6
 
@@ -62,9 +63,9 @@ class VisionMamba(BothWays):
         """The inputs of `s6` from the first token to the last and, of reversed tokens, back."""
         u, _ = self.ahead.project(x)
         flipped = None if cu_seqlens is None else flipped_packing(cu_seqlens)
-        return [inputs_ahead(self.ahead, u, cu_seqlens), inputs_ahead(self.back, u.flip(1), flipped)]
+        return [inputs_ahead(self.ahead, u, cu_seqlens), inputs_ahead(self.back, reversed_tokens(u), flipped)]
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
         u, side = self.ahead.project(x)
-        y = run_ahead(self.ahead, u, cu_seqlens, world) + run_back(self.back, u, cu_seqlens, world)
+        y = joined(run_ahead(self.ahead, u, cu_seqlens, world), run_back(self.back, u, cu_seqlens, world))
         return self.ahead.readout(y, side)

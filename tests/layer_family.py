@@ -10,6 +10,7 @@ from dsf.kernels.entropy import row_entropies
 from dsf.kernels.mixture import token_mixtures
 from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.product import by_blocks, linear
+from dsf.kernels.reversal import joined, reversed_tokens
 from dsf.kernels.rotary import rotary
 from dsf.kernels.triton import early as starts
 from dsf.parallel import Simulated, windows
@@ -28,11 +29,13 @@ def convolution(bounds=None):
     *rest, state = given
     ys, final = short_convolution(*rest, state, bounds, pieces=[Piece(128, 32), Piece(128)], backend="triton")
     pull([*ys, final], given)
+    if bounds is None:
+        pull([short_convolution(*rest, backend="triton", ahead=2)[0][0]], rest)
 
 
 def convolution_over_ranks():
     x, weight, bias, state = given = tensor(2, 1536, 256), tensor(256, 4), tensor(256), tensor(2, 256, 3)
-    kernels = Fused(weight, bias, (True, [128, 128], [32, 0], [1.0, 1.0]))
+    kernels = Fused(weight, bias, (True, [128, 128], [32, 0], [1.0, 1.0], 0))
     for layout in ("contiguous", "headtail"):
         ys, last = windows.convolve(Simulated(2, layout), kernels, x, state)
         pull([*ys, last], given)
@@ -93,6 +96,10 @@ def mixing():
     x, other, shares = tensor(2, 2048, 256), tensor(2, 2048, 256), [tensor(256) for _ in range(6)]
     for more in (None, tensor(6, 2, 2048, 256)):
         pull(token_mixtures(x, other, shares, more, "triton"), [x, other, *shares])
+    y, back, v, gain = tensor(2, 2048, 4, 64), tensor(2, 2048, 4, 64), tensor(2, 2048, 4, 64), tensor(2, 2048, 4)
+    pull([reversed_tokens(y, "triton")], [y])
+    pull([joined(y, back, backend="triton")], [y, back])
+    pull([joined(y, back, v, gain, 1, "triton")], [y, back, v, gain])
 
 
 def entropies():

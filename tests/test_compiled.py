@@ -344,7 +344,7 @@ FAMILIES = {
             "attention.kernel", "attention.step", "attention.sums", "attention.tiles", "double", "early",
             "fourier.holes", "fourier.numbers", "fourier.rows", "fourier.spectra", "fourier.states", "impulse",
             "launcher", "layer.convolution", "layer.convolution_gradient", "layer.depthwise", "layer.entropy",
-            "layer.mixture", "layer.norm", "layer.product", "layer.rotary", "layer.windows", "ranks",
+            "layer.mixture", "layer.norm", "layer.product", "layer.reversal", "layer.rotary", "layer.windows", "ranks",
         ),
     ),
 }  # fmt: skip

@@ -5,6 +5,7 @@ import torch
 from kept_bytes import kept_bytes
 
 from dsf import mixers
+from dsf.kernels.reversal import joined, reversed_tokens
 
 pytestmark = pytest.mark.gpu
 NAMES = ("deltanet", "gated_deltanet", "gla", "kda", "retnet", "ssd", "hgrn", "hgrn2")
@@ -57,6 +58,54 @@ def test_a_layer_of_other_parts(name, tokens):
             error = (calls[-1][n].double().cpu() - b).norm() / b.norm().clamp(min=1e-6)
             assert error < 1e-4, (n, error)
     assert all(torch.equal(a, calls[2][n]) for n, a in calls[1].items())
+
+
+BOTH = {"Hydra": {"d_state": 16, "headdim": 32}, "VisionMamba": {}, "VisionLSTM": {}}
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 4100])
+@pytest.mark.parametrize("name", BOTH)
+def test_layers_of_both_directions(name, tokens):
+    """Of 4,100 tokens kernels make the reversed copies, too. Per block of 64 tokens; three calls."""
+    torch.manual_seed(0)
+    layer = getattr(mixers, name)(64, **BOTH[name]).double()
+    x, dy = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
+    exact = outcome(layer, x.requires_grad_(), dy)
+    layer, calls = layer.float().cuda(), []
+    for _ in range(3):
+        calls.append(outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda()))
+        assert calls[-1].keys() == exact.keys()
+        for n, b in exact.items():
+            size, axis = (64, 1) if n in ("x", "y") else (b.shape[0], 0)
+            apart = (calls[-1][n].double().cpu() - b).split(size, axis)
+            usual = [part.norm() for part in b.split(size, axis)]
+            error = torch.stack([part.norm() for part in apart]).max() / torch.stack(usual).median().clamp(min=1e-6)
+            assert error < 1e-4, (n, error)
+    assert all(torch.equal(a, calls[2][n]) for n, a in calls[1].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 37, 3, 24), (1, 1, 1, 5), (3, 1030, 4, 128), (2, 130, 100)], ids=str)
+def test_reversed_tokens_and_sums_of_both_directions(shape, dtype):
+    """The copy bit for bit; the sum and its gradients against float64."""
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(3)]
+    given.append(torch.randn(shape[:3], dtype=torch.float64).to(dtype))
+    leaves = [t.cuda().requires_grad_() for t in (given if len(shape) == 4 else given[:2])]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    slope = torch.randn(shape, dtype=dtype, device="cuda")
+    copy = reversed_tokens(leaves[0], "triton")
+    assert torch.equal(copy, leaves[0].flip(1))
+    assert torch.equal(torch.autograd.grad(copy, leaves[0], slope)[0], slope.flip(1))
+    for late in (0, 1):
+        exact = joined(*wide, late=late, backend="torch")
+        wanted = [exact, *torch.autograd.grad(exact, wide, slope.double(), allow_unused=True)]
+        for _ in range(3):
+            y = joined(*leaves, late=late, backend="triton")
+            found = [y, *torch.autograd.grad(y, leaves, slope)]
+        for a, b in zip(found, wanted, strict=True):
+            least = 1e-5 if dtype is torch.float32 else 2.0**-8
+            assert b is None or (a - b).abs().max() <= least * max(b.abs().max(), 1)
 
 
 @pytest.mark.parametrize("width", [64, 6], ids=["blocks within heads", "blocks across heads"])

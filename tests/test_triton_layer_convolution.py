@@ -180,6 +180,49 @@ def test_pieces_cut_anywhere_are_the_whole():
     assert torch.equal(torch.cat(ys, 1), whole) and torch.equal(now, last)
 
 
+AHEAD = [(2, 37, 5, 7, 3), (1, 3, 40, 7, 3), (3, 130, 12, 4, 1), (2, 1, 8, 5, 4), (1, 261, 130, 8, 7)]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "bare"])
+@pytest.mark.parametrize("case", AHEAD, ids=str)
+def test_outputs_that_read_later_tokens_and_all_gradients_are_the_definitions(case, bias):
+    """Batch, tokens, channels, taps, later tokens; two pieces; the tokens in something longer; the third call."""
+    batch, tokens, channels, taps, ahead = case
+    longer = torch.randn(batch, tokens + 2, channels + 3, requires_grad=True)
+    weight, added = torch.randn(channels, taps, requires_grad=True), torch.randn(channels, requires_grad=True)
+    pieces, slope = [Piece(channels - 2), Piece(2)], torch.randn(batch, tokens, channels)
+    leaves = [longer, weight, *([added] if bias else [])]
+
+    def run(backend, leaves):
+        x, weight, *added = leaves
+        how = {"pieces": pieces, "backend": backend, "ahead": ahead}
+        ys, final = short_convolution(x[:, 1:-1, 3:], weight, *added, **how)
+        assert final.shape[0] == 0
+        y = torch.cat(ys, -1)
+        return [y, *torch.autograd.grad(y, leaves, slope.to(y.dtype))]
+
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    x, exact = wide[0][:, 1:-1, 3:], torch.zeros(batch, tokens, channels, dtype=torch.float64)
+    padded = torch.nn.functional.pad(x, (0, 0, taps - 1 - ahead, ahead))
+    for j in range(taps):
+        exact = exact + wide[1][:, j] * padded[:, j : j + tokens]
+    exact = torch.nn.functional.silu(exact + wide[2] if bias else exact)
+    wanted = [exact, *torch.autograd.grad(exact, wide, slope.double())]
+    for _ in range(3):
+        found = run("triton", leaves)
+    for a, b, c in zip(found, wanted, run("torch", leaves), strict=True):
+        scale = b.abs().max()
+        assert (a.double() - b).abs().max() <= 3e-6 * scale and (c.double() - b).abs().max() <= 3e-6 * scale
+
+
+def test_what_reads_later_tokens_has_no_state_and_packs_nothing():
+    x, weight = torch.randn(1, 5, 4), torch.randn(4, 3)
+    for more in ({"state": torch.zeros(1, 4, 2), "ahead": 1}, {"cu_seqlens": torch.tensor([0, 5]), "ahead": 1},
+                 {"ahead": 3}, {"ahead": -1}):  # fmt: skip
+        with pytest.raises(ValueError, match="later tokens"):
+            short_convolution(x, weight, **more)
+
+
 def test_operators_pass_opcheck():
     from dsf.kernels.triton.layer import convolution_ops as ops
     from dsf.kernels.triton.layer.mixture_ops import mix_tokens
@@ -189,7 +232,7 @@ def test_operators_pass_opcheck():
     x, weight, bias, state = (t.float().requires_grad_() for t in given(2, 5, 8, 4, True, 2))
     options = (True, [4, 4], [4, 0], [0.5, 1.0])
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.short_convolution, (x, weight, bias, state, None, *options), test_utils=tests)
+    torch.library.opcheck(ops.short_convolution, (x, weight, bias, state, None, *options, 0), test_utils=tests)
     with torch.no_grad():
         step = (x[:, :1], weight, bias, state, *options)
         torch.library.opcheck(ops.short_convolution_step, step, test_utils=tests)

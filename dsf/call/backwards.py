@@ -18,6 +18,7 @@ from dsf.call.cost import io_bytes
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan
 from dsf.kernels.attention import KVCache
+from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
 
@@ -27,7 +28,7 @@ Rows = TypeVar("Rows", bound="Tensor | KVCache | None")
 def flipped(spec: Spec, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs by name, per-token ones flipped along time."""
     timed = {i.name for i in spec.inputs if i.kind.time}
-    return {name: x.flip(1) if name in timed else x for name, x in tensors.items()}
+    return {name: reversed_tokens(x) if name in timed else x for name, x in tensors.items()}
 
 
 def flipped_call(spec: Spec, bound: Bound) -> Bound:

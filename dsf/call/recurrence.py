@@ -186,7 +186,7 @@ class Recurrence:
             bounds = backwards.flipped_bounds(bounds)
         bound = backwards.flipped_call(self.spec, bound)
         y, final = self._run(bound, bounds, backwards.flipped_rows(state, packed), plan, wanted)
-        return y.flip(1), backwards.flipped_rows(final, packed) if wanted else final
+        return backwards.reversed_tokens(y), backwards.flipped_rows(final, packed) if wanted else final
 
     def _bounds(self, cu_seqlens: Tensor | Packing, bound: Bound, plan: Plan) -> list[int] | Tensor:
         """Checked boundaries: a tensor on the inputs' device for kernels that read them there, else numbers."""

@@ -23,6 +23,7 @@ from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_cache, check_s
 from dsf.call.digits import of_enough_digits
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
+from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
 from dsf.parallel import fused, generic, softmax
@@ -83,7 +84,7 @@ def call(
         y, final = _along(route, recurrence, world, tensors, state, return_state)
     else:
         y, final = _first(recurrence, world, given, state, bounds, return_state, form, backend, kind)
-    y = y.flip(1) if reverse else y
+    y = reversed_tokens(y) if reverse else y
     if not return_state:
         return y
     return y, flipped_rows(final, packed) if reverse else final
@@ -161,7 +162,7 @@ def _run_framed(
         check_tokens(recurrence.name, world, world.here[0], bound.sizes.batch, bound.sizes.tokens, bounds)
     with no_autocast(next(iter(given.values()))):
         y, final = framed.call(recurrence, world, bound, state, bounds, return_state, form, backend)
-    y = y.flip(1) if reverse else y
+    y = reversed_tokens(y) if reverse else y
     if not return_state:
         return y
     return y, flipped_rows(final, bounds is not None) if reverse else final

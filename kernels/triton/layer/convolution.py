@@ -64,11 +64,14 @@ def span_of(bounds, sequence, T):
 
 
 @triton.jit
-def before(x, state, t, begin, stride, c, ok, K: tl.constexpr):
-    """x_{t-1}, …, x_{t-K+1} in float32, those before `begin` from the state [C, K - 1]; zeros without one."""
+def before(x, state, t, begin, stride, c, ok, K: tl.constexpr, end=None):
+    """x_{t-1}, …, x_{t-K+1} in float32, those before `begin` from the state [C, K - 1]; zeros without one, and from
+    `end` on, if any."""
     found = ()
     for j in tl.static_range(1, K):
         there = t - j >= begin
+        if end is not None:
+            there &= t - j < end
         value = tl.load(x + (t - j) * stride + c, mask=ok & there, other=0.0).to(tl.float32)
         if state is not None:
             column = t - j - begin + K - 1
@@ -101,12 +104,15 @@ def first_before(state, c, ok, K: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, t0, end, stride, c, ok, L: tl.constexpr):
-    """L tokens from t0 on, zeros from `end` on; all loads are issued together."""
+def rows_of(x, t0, end, stride, c, ok, L: tl.constexpr, LOW: tl.constexpr = 0):
+    """L tokens from t0 on, zeros before LOW and from `end` on; all loads are issued together."""
     found = ()
     for i in tl.static_range(L):
         at = x + (t0 + i) * stride + c
-        found = found + (tl.load(at, mask=ok & (t0 + i < end), other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        there = ok & (t0 + i < end)
+        if LOW > 0:
+            there &= t0 + i >= LOW
+        found = found + (tl.load(at, mask=there, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -186,12 +192,18 @@ def _walk(
     to += i_b * y_batch + c0
     row = i_b * 0 + stride  # 64 bits
     first = run % runs * SPAN
+    AHEAD: tl.constexpr = about[8]
     last = tl.minimum(first + SPAN, T)
+    there, ends = last, None
+    if AHEAD > 0:  # t counts inputs, zeros after the last; y lies AHEAD rows before
+        last = tl.minimum(first + SPAN, T + AHEAD)
+        to -= AHEAD * y_stride
+        ends = T
     sequence, begin, end = sequence_of(bounds, first, T, count, steps)
-    past = before(x, start_of(state, i_b + sequence, C * (K - 1)), first, begin, row, c, ok, K)
+    past = before(x, start_of(state, i_b + sequence, C * (K - 1)), first, begin, row, c, ok, K, ends)
     taps, added = taps_of(weight, bias, c, ok, K)
     for t0 in range(first, last, L):
-        loaded = rows_of(x, t0, last, row, c, ok, L)
+        loaded = rows_of(x, t0, there, row, c, ok, L)
         for i in tl.static_range(L):
             t = t0 + i
             if bounds is not None:  # noqa: SIM102
@@ -202,7 +214,10 @@ def _walk(
             u = activated(convolved(now, past, taps, added), about[3])
             if HEAD > 0:
                 u *= length_of(u, scale, normed, HEAD)
-            tl.store(to + t * y_stride + lane, u.to(to.dtype.element_ty), mask=ok & (t < last))
+            kept = ok & (t < last)
+            if AHEAD > 0:
+                kept &= t >= AHEAD
+            tl.store(to + t * y_stride + lane, u.to(to.dtype.element_ty), mask=kept)
             past = pushed(now, past)
 
 
@@ -236,7 +251,8 @@ def convolve(
     """y and the final state. Grid (BLOCKS · (runs · B + S)), blocks of channels fastest; the last S fill `final`.
 
     ys: (tensor, stride of batch, stride of time) of every piece, in order. about: (widths, heads, scales of
-    the pieces, SiLU, the largest head, C, the pieces' first blocks, their first channels). steps: bits of S.
+    the pieces, SiLU, the largest head, C, the pieces' first blocks, their first channels, how many later tokens an
+    output reads). Where it reads any, S is 0 and runs are of T and so many tokens. steps: bits of S.
     """
     run = tl.program_id(0) // BLOCKS
     whole = tl.num_programs(0) // BLOCKS - count

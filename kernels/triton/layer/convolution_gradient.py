@@ -100,15 +100,20 @@ def _walk(
     dy += i_b * g_batch + c0
     row = i_b * 0 + stride  # 64 bits
     first = run % runs * (ROWS - K + 1)
-    last = tl.minimum(first + ROWS - K + 1, T)
+    AHEAD: tl.constexpr = about[8]
+    rows, ends = T, None
+    if AHEAD > 0:
+        rows, ends = T + AHEAD, T
+        dy -= AHEAD * g_stride
+    last = tl.minimum(first + ROWS - K + 1, rows)
     sequence, begin, end = sequence_of(bounds, first, T, count, steps)
-    past = before(x, start_of(state, i_b + sequence, C * (K - 1)), first, begin, row, c, ok, K)
+    past = before(x, start_of(state, i_b + sequence, C * (K - 1)), first, begin, row, c, ok, K, ends)
     taps, added = taps_of(weight, bias, c, ok, K)
     waiting = zeros_of(c, K - 1)
     total = zeros_of(c, K + 1)
-    for t0 in range(first, tl.minimum(first + ROWS, T + K - 1), L):
+    for t0 in range(first, tl.minimum(first + ROWS, rows + K - 1), L):
         loaded = rows_of(x, t0, T, row, c, ok, L)
-        slopes = rows_of(dy, t0, T, g_stride, lane, ok, L)
+        slopes = rows_of(dy, t0, rows, g_stride, lane, ok, L, AHEAD)
         for i in tl.static_range(L):
             t = t0 + i
             if bounds is not None:  # noqa: SIM102
@@ -127,6 +132,8 @@ def _walk(
                 waiting = with_first(waiting, tl.load(at, mask=there, other=0.0).to(tl.float32))
             at = dx + (i_b * 0 + t - K + 1) * C + c
             there = ok & (t - K + 1 >= first) & (t - K + 1 < last)
+            if AHEAD > 0:
+                there &= t - K + 1 < T
             tl.store(at, done.to(dx.dtype.element_ty), mask=there)
             past = pushed(now, past)
     to = sums + run.to(tl.int64) * (K + 1) * C + c

@@ -19,23 +19,26 @@ from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.sizes import bits
 
 WAY_OUT = "the fused short convolution; ask for backend='torch', which has them"
-Options = tuple[bool, tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # SiLU, widths, heads and scales of pieces
+# SiLU; widths, heads and scales of pieces; how many later tokens an output reads
+Options = tuple[bool, tuple[int, ...], tuple[int, ...], tuple[float, ...], int]
 
 
-def _options(silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Sequence[float]) -> Options:
-    return silu, tuple(widths), tuple(heads), tuple(scales)
+def _options(
+    silu: bool, widths: Sequence[int], heads: Sequence[int], scales: Sequence[float], ahead: int = 0
+) -> Options:
+    return silu, tuple(widths), tuple(heads), tuple(scales), ahead
 
 
 def _about(x: Tensor, options: Options, channels: int) -> tuple[Any, ...]:
     """The compile-time options of the kernels. channels: of a program."""
-    silu, widths, heads, scales = options
+    silu, widths, heads, scales, ahead = options
     blocks = accumulate((-(-w // channels) for w in widths[:-1]), initial=0)
     firsts = accumulate(widths[:-1], initial=0)
-    return widths, heads, scales, silu, max(heads), x.shape[-1], tuple(blocks), tuple(firsts)
+    return widths, heads, scales, silu, max(heads), x.shape[-1], tuple(blocks), tuple(firsts), ahead
 
 
 def _tile(x: Tensor, taps: int, options: Options, backward: bool) -> table.Tile:
-    _, widths, heads, _ = options
+    _, widths, heads, *_ = options
     tile = table.convolution(widths, x.shape[1], x.shape[0], x.element_size(), taps, backward)
     if tile.channels < max(heads):
         tile = table.Tile(max(heads), tile.rows, tile.block, max(tile.warps, max(heads) // 256))
@@ -62,7 +65,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _outputs(x: Tensor, weight: Tensor, bounds: Tensor | None, options: Options) -> tuple[list[Tensor], Tensor]:
     ys = [x.new_empty(*x.shape[:2], w) for w in options[1]]
-    return ys, x.new_empty(_sequences(x, bounds), x.shape[-1], weight.shape[-1] - 1)
+    ends = 0 if options[4] else _sequences(x, bounds)  # what reads later tokens has no state
+    return ys, x.new_empty(ends, x.shape[-1], weight.shape[-1] - 1)
 
 
 def _forward(
@@ -73,7 +77,8 @@ def _forward(
     ys, final = _outputs(x, weight, bounds, options)
     taps, tokens = weight.shape[-1], x.shape[1]
     tile = _tile(x, taps, options, False)
-    blocks, runs, count = _blocks(tile.channels, options[1]), -(-tokens // tile.rows), final.shape[0]
+    runs = -(-(tokens + options[4]) // tile.rows)
+    blocks, count = _blocks(tile.channels, options[1]), final.shape[0]
     launch(
         convolve, (blocks * (runs * x.shape[0] + count),),
         x, x.stride(0), x.stride(1), weight, bias, state, bounds, _pieces(ys), final, tokens, runs, count,
@@ -103,7 +108,8 @@ def _backward(
     dx, dweight, dbias, dstate = _gradients(x, weight, bias, state)
     (batch, tokens, channels), taps = x.shape, weight.shape[-1]
     tile = _tile(x, taps, options, True)
-    blocks, runs = _blocks(tile.channels, options[1]), -(-tokens // (tile.rows - taps + 1))
+    blocks = _blocks(tile.channels, options[1])
+    runs = -(-(tokens + options[4]) // (tile.rows - taps + 1))
     sums = x.new_empty(batch * runs, taps + 1, channels, dtype=torch.float32)
     count = _sequences(x, bounds)
     launch(
@@ -182,14 +188,15 @@ def _step_in_place(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
 
 
 _PIECES = "bool silu, int[] widths, int[] heads, float[] scales"
+_ALL = f"{_PIECES}, int ahead"
 _GIVEN = "Tensor x, Tensor weight, Tensor? bias"
 short_convolution = operator(
-    f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> (Tensor[], Tensor)",
+    f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_ALL}) -> (Tensor[], Tensor)",
     _forward,
     _differentiable,
 )
 short_convolution_backward = operator(
-    f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_PIECES}) -> "
+    f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_ALL}) -> "
     "Tensor[]",
     _backward,
 )

@@ -16,7 +16,6 @@ from dsf.kernels.triton.layer.norm import norm_backward, norm_forward, sum_weigh
 from dsf.kernels.triton.operators import operator
 
 WAY_OUT = "the fused norm and gate; ask for backend='torch', which has them"
-PLAIN = 1024  # numbers of a group without norm
 Options = tuple[int, bool, bool, int, float, torch.dtype]  # group, norm, gate first, activation, eps, of the result
 
 
@@ -35,7 +34,7 @@ def _groups(x: Tensor, weight: Tensor | None, size: int, norm: bool) -> tuple[in
     """(numbers of a group, groups of a token that share a weight, weights) for x [B, T, W] with a norm over `size`."""
     width = x.shape[-1]
     if not norm and weight is None:
-        size = next(p for p in (PLAIN, 512, 256, 128, 64, 32, 16, 8, width) if width % p == 0)
+        size = table.part(width)
         return size, width // size, 1
     ways = 1 if weight is None else weight.numel() // size
     return size, width // (ways * size), ways

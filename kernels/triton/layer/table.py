@@ -10,6 +10,7 @@ from dsf.kernels.triton.sizes import power
 LANES = 32  # of a warp
 FEW = 16  # programs of a launch that takes as long as one of them
 TAPS = 8  # whose gradients a program of depthwise_gradient sums
+PLAIN = 1024  # numbers of a group that nothing else decides
 PROGRAMS = 1056  # fewest programs of a launch: eight for each multiprocessor of an H100 or H200
 
 
@@ -96,6 +97,18 @@ def mixture(rows: int, channels: int, backward: bool) -> tuple[int, int, int]:
     so it has more tokens."""
     held, block = min(64 if backward else 4, power(rows)), min(32 if backward else 512, power(channels))
     return held, block, max(1, min(4, held * block // 512))
+
+
+def part(width: int) -> int:
+    """Channels of a group where any that divide `width` would do."""
+    return next(p for p in (PLAIN, 512, 256, 128, 64, 32, 16, 8, width) if width % p == 0)
+
+
+def reversal(group: int, rows: int) -> tuple[int, int, int]:
+    """Of sums of both directions: (channels of a group, rounded up; groups of a program; warps)."""
+    width = power(group)
+    held = max(1, min(4096 // width, power(rows)))
+    return width, held, max(1, min(4, held * width // 256))
 
 
 def product(outputs: int, width: int) -> tuple[int, int]:
