@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gpu_page import add_options, shows
-from models_work import DEVICE, VOCABULARY, fresh_peak, peak
+from models_curves import DEVICE, VOCABULARY
+from models_work import fresh_peak, peak
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsf

@@ -10,7 +10,9 @@ tokens/s, model flops utilisation (6 flops a weight of matrices and a token, and
 --peak TFLOP/s), peak memory. decoding: one token more of every sequence, in a CUDA graph where states stay in place, at
 batch 1 and 128, beside the time to read the weights once and read and write the states at the measured copy rate.
 follow: 200 steps of a 20M model on real text, bfloat16 on the GPU beside float32 on the CPU, which runs in the
-background from the start, or is read from --curve. resume: 4 steps, a checkpoint, 4 steps, to the bit.
+background from the start, or is read from --curve. control: the same steps on the GPU in float32, and once more from
+weights that are moved by 1e-7 of themselves, since in such training any rounding grows: how far apart bfloat16 and
+float32 are there, and how far two runs in float32. resume: 4 steps, a checkpoint, 4 steps, to the bit.
 
 Medians; g: a graph. Each model has a process of its own, so that one failure stops no other; the next one imports
 while one measures. The JSON file is written after every row. What --seconds does not suffice for is left out, and said
@@ -30,12 +32,13 @@ from pathlib import Path
 
 import torch
 from gpu_page import add_page_options, shows
-from models_work import DEVICE, FLA, worker
+from models_curves import DEVICE, MOVED, apartness, control, follow
+from models_work import FLA, worker
 
 SCHEMA = "dsf.models/2"
 SAME = ("commit", "gpu", "torch", "triton")  # of runs in one record
 MIXERS = ("gated_deltanet", "deltanet", "softmax_attention", "ssd", "gla")
-PARTS = ("training", "decoding", "follow", "resume")
+PARTS = ("training", "decoding", "follow", "control", "resume")
 DRY = {"size": "tiny", "follow_size": "tiny", "tokens": 256, "length": 128, "steps": 2, "warmup": 1,
        "batches": [1, 2], "follow_steps": 4, "copy": 10.0}  # fmt: skip
 
@@ -168,20 +171,13 @@ def shown(row):
         how = "graph" if row["graph"] else f"no graph: {row['no_graph']}"
         return f"{row['ms_a_token']:>10.3f} ms a token  {row['ms_a_token'] / row['floor_ms']:.2f} x floor  ({how})"
     if row["kind"] == "follow":
-        return f"{row['worst']:.2%} apart at most, {row['worst_of_tens']:.2%} in means of ten; last {row['last']}"
+        return f"{apartness(row)}; last {row['last']}"
+    if row["kind"] == "control":
+        return (
+            f"bfloat16 and float32 {apartness(row['rounded'])}; float32 twice, the second time from weights moved by "
+            f"{MOVED:.0e} of themselves, {apartness(row['moved'])}"
+        )
     return f"{'equal to the bit' if row['equal'] else 'differs'}: {row['losses'][0][-1]} and {row['losses'][1][-1]}"
-
-
-def follow(curves):
-    """How far the GPU's losses are from the CPU's; curves: records of `curve` by device kind."""
-    one, other = (torch.tensor(c["losses"], dtype=torch.float64) for c in curves)
-    apart = ((one - other) / other).abs()
-    tens = [x.unfold(0, min(10, len(x)), min(10, len(x))).mean(1) for x in (one, other)]
-    return {
-        "worst": apart.max().item(), "worst_of_tens": ((tens[0] - tens[1]) / tens[1]).abs().max().item(),
-        "last": [one[-1].item(), other[-1].item()], "same_start": curves[0]["fingerprint"] == curves[1]["fingerprint"],
-        "gpu": curves[0], "cpu": curves[1],
-    }  # fmt: skip
 
 
 class Background:
@@ -236,6 +232,8 @@ def check(options, record, background, job):
         asked = {**job, "kind": "resume"}
         worker.ask(asked)
         record.add(asked, *worker.answer(options.row))
+    if "control" in options.only:
+        record.add({**job, "kind": "control"}, *control(worker, job, options.row))
     if background is not None:
         worker.ask({**job, "device": "cuda"})
         gpu, why = worker.answer(options.row * 2)
@@ -277,7 +275,7 @@ def table(data):
                 else " " * 19
             )
         lines.append(line)
-    lines += [f"{r['kind']:20}{shown(r)}" for r in data["records"] if r["kind"] in ("follow", "resume")]
+    lines += [f"{r['kind']:20}{shown(r)}" for r in data["records"] if r["kind"] in ("follow", "control", "resume")]
     lines += [f"failed: {f['case']}: {f['why']}" for f in data["failed"]]
     return "\n".join([*lines, *(f"left out: {name}" for name in data["left"])])
 
@@ -306,7 +304,7 @@ def page(data):
         who += f" (of {', '.join(sorted(earlier))})" if earlier else ""
         lines.append(f"| `{mixer}` | {who} | {' | '.join(cells)} |")
     for r in data["records"]:
-        if r["kind"] in ("follow", "resume"):
+        if r["kind"] in ("follow", "control", "resume"):
             lines += ["", f"{r['kind'].capitalize()} (`{r['mixer']}`, 20M): {shown(r)}."]
     run, asked = data["machine"], data["settings"]
     lines += ["", *(f"Failed: {x['case']}: {x['why']}" for x in data["failed"])]
@@ -379,7 +377,7 @@ def main():
     try:
         if {"training", "decoding"} & set(options.only):
             measure(options, record, run["copy GB/s"])
-        if {"follow", "resume"} & set(options.only):
+        if {"follow", "control", "resume"} & set(options.only):
             check(options, record, background, job)
     finally:
         if background is not None:

@@ -1,21 +1,16 @@
-"""What benchmarks/models.py measures: one model's training steps, its decoding, and whether a GPU follows a CPU.
+"""What benchmarks/models.py measures in a process of its own: training steps of a model, its decoding, curves.
 
 `worker` runs in a process of its own: jobs come as lines of JSON, records go back as lines that begin with RECORD.
 """
 
-import io
 import json
-import re
 import statistics
 import sys
 import time
-import zlib
-from pathlib import Path
 
 import torch
+from models_curves import DEVICE, VOCABULARY, count, curve, resume
 
-VOCABULARY = 32000
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU only to see that the script runs
 FLA = {  # ours -> fla.models' configuration and model
     "gated_deltanet": ("GatedDeltaNetConfig", "GatedDeltaNetForCausalLM"),
     "deltanet": ("DeltaNetConfig", "DeltaNetForCausalLM"),
@@ -26,7 +21,6 @@ FLA = {  # ours -> fla.models' configuration and model
     "softmax_attention": ("TransformerConfig", "TransformerForCausalLM"),
 }
 PROMPT, CALLS = 64, 16  # tokens before decoding, steps in one timing
-FOLLOW = {"batch": 4, "length": 256, "lr": 1e-3}
 
 
 # Models
@@ -79,10 +73,6 @@ def fla(mixer, size):
 
 
 BUILD = {"ours": ours, "llama": llama, "fla": fla}
-
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
 
 
 def matrix_flops(model, mixer, tokens, length):
@@ -274,91 +264,6 @@ def decoding(job):
 
 
 # A GPU beside a CPU
-
-
-def words(text):
-    """A text as ids below VOCABULARY: a word or sign is the checksum of its letters. text: a file's name, or None."""
-    from dsf.analysis.text import read_text
-
-    data = read_text(None if text is None else Path(text))[1]
-    parts = re.findall(r"\w+|[^\w\s]", data.decode("utf-8", errors="ignore"))
-    return torch.tensor([zlib.crc32(part.encode()) % VOCABULARY for part in parts])
-
-
-class Run:
-    """Training of a 20M model that can be stopped and resumed; starts and batches are drawn on the CPU."""
-
-    def __init__(self, mixer, size, device, text, seed=0):
-        from dsf.models import CausalLM, decay_groups, sized
-
-        torch.manual_seed(seed)
-        self.device = device
-        self.model = CausalLM(sized(size, [mixer], VOCABULARY, fused_loss=True)).to(device).train()
-        self.optimizer = torch.optim.AdamW(decay_groups(self.model, 0.1), lr=FOLLOW["lr"], betas=(0.9, 0.95))
-        self.generator = torch.Generator().manual_seed(seed)
-        self.ids = words(text)
-
-    def fingerprint(self):
-        """What must be equal for two runs to be the same one."""
-        weights = sum(p.detach().double().abs().sum().item() for p in self.model.parameters())
-        return [round(weights, 3), zlib.crc32(self.ids.numpy().tobytes())]
-
-    def step(self):
-        batch, length = FOLLOW["batch"], FOLLOW["length"]
-        starts = torch.randint(0, len(self.ids) - length, (batch, 1), generator=self.generator)
-        ids = self.ids[starts + torch.arange(length)].to(self.device)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            loss = self.model(ids, labels=ids, return_state=False).loss
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return loss.item()
-
-    def save(self):
-        """A checkpoint, as bytes."""
-        parts = [self.model.state_dict(), self.optimizer.state_dict(), self.generator.get_state()]
-        file = io.BytesIO()
-        torch.save(parts, file)
-        return file.getvalue()
-
-    def load(self, data):
-        model, optimizer, generator = torch.load(io.BytesIO(data), map_location=self.device, weights_only=True)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
-        self.generator.set_state(generator.cpu())
-
-
-def curve(job):
-    """Losses of so many steps, float32 on a CPU or bfloat16 autocast on a GPU."""
-    device = job["device"] if DEVICE == "cuda" else "cpu"
-    if device == "cpu":
-        torch.set_num_threads(job["threads"])
-    torch.backends.cuda.matmul.allow_tf32 = False
-    run = Run(job["mixer"], job["size"], device, job["text"])
-    begin, fingerprint = time.perf_counter(), run.fingerprint()
-    losses = [run.step() for _ in range(job["follow_steps"])]
-    return {
-        "device": device, "losses": losses, "fingerprint": fingerprint, "parameters": count(run.model),
-        "seconds": time.perf_counter() - begin, **FOLLOW,
-    }  # fmt: skip
-
-
-def resume(job):
-    """Whether 8 steps are the same to the bit as 4, a checkpoint, a new process's objects, and 4 more."""
-    device = DEVICE
-    whole = Run(job["mixer"], job["size"], device, job["text"])
-    for _ in range(4):
-        whole.step()
-    saved = whole.save()
-    expected = [whole.step() for _ in range(4)]
-    again = Run(job["mixer"], job["size"], device, job["text"], seed=1)
-    again.load(saved)
-    got = [again.step() for _ in range(4)]
-    pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)
-    differing = sum((a != b).sum().item() for a, b in pairs)
-    return {"device": device, "losses": [expected, got], "equal": expected == got and not differing,
-            "weights_that_differ": differing}  # fmt: skip
 
 
 WORK = {"training": training, "decoding": decoding, "curve": curve, "resume": resume}
