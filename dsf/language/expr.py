@@ -72,8 +72,9 @@ class Expr:
     ("exp" for infinite ones, "taylor2" …).
     """
 
-    __slots__ = ("__weakref__", "_below", "args", "attrs", "axes", "features", "op")
+    __slots__ = ("__weakref__", "_below", "_inputs", "args", "attrs", "axes", "features", "op")
     _below: tuple[Expr, ...]  # what dsf.torch.evaluate computes first
+    _inputs: tuple[Expr, ...]  # those of inputs_of
     op: str
     args: tuple[Expr, ...]
     attrs: tuple[Any, ...]
@@ -219,12 +220,8 @@ def _common_features(args: tuple[Expr, ...]) -> str | None:
 
 
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {  # for numbers and for tensors
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "pow": operator.pow,
-}
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "pow": operator.pow,
+}  # fmt: skip
 
 
 def _binary(op: str, a: Any, b: Any) -> Any:
@@ -328,8 +325,11 @@ def reduction(op: str, x: Expr) -> Expr:
 
 
 def inputs_of(*roots: Expr) -> list[Expr]:
-    """The distinct input nodes below roots."""
-    return [n for n in children_first(*roots) if n.op == "input"]
+    """The distinct input nodes below roots; kept on each root, as every call asks for them."""
+    for root in roots:
+        if not hasattr(root, "_inputs"):
+            root._inputs = tuple(x for x in children_first(*root.args) if x.op == "input")
+    return list(dict.fromkeys(x for root in roots for x in (root._inputs if root.op != "input" else (root,))))
 
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}

@@ -12,7 +12,7 @@ from dsf.kernels.triton.attention.kernel import attention_columns, attention_for
 from dsf.kernels.triton.attention.sums import SIZE, attention_sums, attention_sums_gradient
 from dsf.kernels.triton.attention.tiles import Attended, Tiles
 from dsf.kernels.triton.launch import constant, launch
-from dsf.kernels.triton.operators import LIBRARY, operator
+from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.sizes import padded
 
 WAY_OUT = "the attention kernels; ask for form='recurrent' or 'kernel', which have them"
@@ -132,32 +132,43 @@ def _adjoint(
     return [dq, dk, dv, dlog]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, log, ctx.scale, ctx.window = inputs
-    y, lse, c = output
-    ctx.wide = log is not None and log.dtype == torch.float64
-    ctx.mark_non_differentiable(c)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, c, y, lse)
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient; faster on the host than the wrapper of torch.library."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, scale: float, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, lse, c = attention(q, k, v, log, scale, window)
+        ctx.scale, ctx.window = scale, window
+        ctx.wide = log is not None and log.dtype == torch.float64
+        ctx.mark_non_differentiable(c)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, c, y, lse)
+        return y, lse, c
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_order(WAY_OUT)
+        q, k, v, c, y, lse = ctx.saved_tensors
+        dy = torch.zeros_like(y) if dy is None else dy
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        found = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window, ctx.wide)
+        dq, dk, dv, *dlog = found
+        return dq, dk, dv, dlog[0] if dlog else None, None, None
 
 
-def _backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    refuse_second_order(WAY_OUT)
-    q, k, v, c, y, lse = ctx.saved_tensors
-    dy = torch.zeros_like(y) if dy is None else dy
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
-    found = attention_adjoint(q, k, v, c, y, lse, dy, dlse, ctx.scale, ctx.window, ctx.wide)
-    dq, dk, dv, *dlog = found
-    return dq, dk, dv, dlog[0] if dlog else None, None, None
+def _differentiable(*args: Any) -> Any:
+    return _Differentiable.apply(*args)
 
 
 attention = operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? log, float scale, int window) -> (Tensor, Tensor, Tensor)",
-    _forward,
-)
+    _forward, _differentiable,
+)  # fmt: skip
 attention_adjoint = operator(
     "attention_adjoint(Tensor q, Tensor k, Tensor v, Tensor c, Tensor y, Tensor lse, Tensor dy, Tensor dlse, "
     "float scale, int window, bool wide) -> Tensor[]",
     _adjoint,
 )
-torch.library.register_autograd("dsf::attention", _backward, setup_context=_setup, lib=LIBRARY)
