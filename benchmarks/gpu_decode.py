@@ -25,9 +25,10 @@ SHAPES = {
     "ssd": (64, 128, 64),
     "mlstm": (16, 128, 128), "gla": (16, 128, 128), "gated_deltanet": (16, 128, 128), "kda": (16, 128, 128),
     "rwkv7": (32, 64, 64), "delta_product": (16, 128, 128), "s6": (1, 16, 4096), "longhorn": (1, 16, 4096),
-    "rg_lru": (1, 1, 4096), "qlstm": (1, 1, 4096), "rwkv4": (1, 1, 4096), "mamba3": (32, 128, 64), "lru": (1024, 2, 2),
+    "rg_lru": (1, 1, 4096), "qlstm": (1, 1, 4096), "rwkv4": (1, 1, 4096), "mamba3": (32, 128, 64),
+    "mamba3_mimo": (32, 128, 64), "lru": (1024, 2, 2),
 }  # fmt: skip
-SHARED = {"ssd": ("b", "c"), "mamba3": ("b", "c", "angle")}
+SHARED = {"ssd": ("b", "c"), "mamba3": ("b", "c", "angle"), "mamba3_mimo": ("b", "c", "angle")}
 L2 = 200 << 20
 
 
