@@ -50,9 +50,15 @@ def _loaded(modules: Sequence[Any]) -> Iterator[None]:
             m._hf_hook.post_forward(m, None)
 
 
+def multiplies_alone(module: Any) -> bool:
+    """Whether a module is a linear map that does nothing else, so that another may read its weight and bias in place of
+    calling it: no adapter around it, no forward of its own, no hooks (of pruning, weight norm, offloading)."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not hooked(module)
+
+
 def plain_map(module: Any) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) of a linear map that does nothing else, else None."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or hooked(module):
+    """(weight, bias) of a linear map that does nothing else and holds them as they are, else None."""
+    if not multiplies_alone(module):
         return None
     own = (module.weight, module.bias)
     return own if all(x is None or type(x) is nn.Parameter for x in own) else None

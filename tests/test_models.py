@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
 
 import dsf
 from dsf.kernels.norm import added_rms_norm
@@ -232,6 +234,87 @@ def test_fused_loss_trains_the_same_and_keeps_no_logits():
     for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=1e-9, atol=1e-12)
     assert fused.eval()(ids, labels=ids).logits is not None
+
+
+class Adapter(nn.Module):
+    """A map beside another, whose weight it shows, as LoRA's layers do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.beside = nn.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.beside(x)
+
+
+def adapted(model):
+    model.lm_head = Adapter(model.lm_head)
+
+
+def with_a_bias(model):
+    model.lm_head.bias = nn.Parameter(torch.randn_like(model.lm_head.weight[:, 0]))
+
+
+def louder(model):
+    model.lm_head.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+
+
+@pytest.mark.parametrize("change", [adapted, with_a_bias, louder, pruned])
+@pytest.mark.parametrize("kind", ["torch", "transformers"])
+def test_fused_loss_is_that_of_what_the_head_does(kind, change):
+    """The loss of all in pieces read the head's weight: adapters, hooks and biases took no part in training, and
+    pruned weights were those of the step before."""
+    model = CausalLM(tiny(HYBRID, tie_embeddings=False, fused_loss=True))
+    if kind == "transformers":
+        model = pytest.importorskip("dsf.models.hf").DsfForCausalLM.of(model)
+    model, ids = model.double().train(), ids_of()
+    change(model)
+    for _ in range(2):
+        model.zero_grad()
+        found = model(ids, labels=ids).loss
+        found.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        wide = cross_entropy(model(ids).logits, next_labels(ids))
+        wide.backward()
+        assert torch.allclose(found, wide, rtol=1e-10)
+        for name, p in model.named_parameters():
+            assert torch.allclose(grads[name], p.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_fused_loss_has_the_derivatives_of_torch_func():
+    model, ids = CausalLM(tiny(HYBRID, fused_loss=True)).double(), ids_of()
+    weights = dict(model.named_parameters())
+
+    def loss_of(weights):
+        return torch.func.functional_call(model, weights, (ids,), {"labels": ids}).loss
+
+    found = torch.func.grad(loss_of)(weights)
+    model(ids, labels=ids).loss.backward()
+    for name, p in weights.items():
+        assert torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12), name
+
+
+def test_an_adapter_around_a_tied_head_leaves_the_model_whole():
+    """Moving such a model registered the embedding with the adapter, and loading weights ended in torch's KeyError."""
+    model = CausalLM(tiny(HYBRID))
+    count, inner = model.parameter_count(), model.parameter_count(embeddings=False)
+    adapted(model)
+    saved = {name: x.clone() for name, x in model.state_dict().items()}
+    model.load_state_dict(saved)
+    model.double()
+    assert model.state_dict().keys() == saved.keys()
+    beside = model.lm_head.beside.weight.numel()
+    assert (model.parameter_count(), model.parameter_count(embeddings=False)) == (count + beside, inner)
 
 
 def test_no_sequence_is_predicted_from_the_one_before_it():

@@ -25,7 +25,7 @@ from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_ids, cross_entropy, l
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
 from dsf.mixers.models.states import ModelState, check_fit, check_state, checkpointed, recurrence_of, sequences_of
-from dsf.mixers.models.weights import is_tied, tie, undecayed_names
+from dsf.mixers.models.weights import is_tied, reads_weight, tie, undecayed_names
 
 Turn = tuple[Tensor, Tensor]  # cos, sin
 
@@ -265,7 +265,7 @@ class CausalLM(nn.Module):
         targets = targets_of(self.model, labels, shift_labels, cu_seqlens)
         if targets is None:
             return CausalOutput(product_of(hidden, self.lm_head), None, state)
-        if self.training and self.config.fused_loss and not is_shared(self.lm_head):
+        if self.training and self.config.fused_loss and reads_weight(self.lm_head, hidden):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
             return CausalOutput(None, loss, state)
         logits = self.lm_head(hidden)
@@ -328,7 +328,7 @@ class CausalLM(nn.Module):
 
     def parameter_count(self, embeddings: bool = True) -> int:
         """The number of learnt numbers, shared ones once; embeddings=False: without embedding and head."""
-        outer = {id(self.model.embed_tokens.weight), id(self.lm_head.weight)}
+        outer = {id(p) for part in (self.model.embed_tokens, self.lm_head) for p in part.parameters()}
         return sum(p.numel() for p in self.parameters() if embeddings or id(p) not in outer)
 
     def state_size(self, context: int = 0) -> int:
@@ -364,11 +364,6 @@ def targets_of(
         return None if moved is None else moved.long()
     refuse_shared(model)
     return next_labels(labels, cu_seqlens)
-
-
-def is_shared(head: nn.Module) -> bool:
-    """Whether ranks share the vocabulary, so that a rank's logits are only a part."""
-    return hasattr(head.weight, "device_mesh")
 
 
 def refuse_shared(model: Any) -> None:

@@ -20,7 +20,7 @@ from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers._beside import lay_all, product_of
 from dsf.mixers._own import Owner
-from dsf.mixers.models.causal_lm import Backbone, CausalLM, is_shared, reset_mixer, reset_mlp, targets_of
+from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp, targets_of
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer, states_of
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
@@ -28,7 +28,7 @@ from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, predicted, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, check_range, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
-from dsf.mixers.models.weights import as_built, but_loaded, copy_weights, head_apart, undecayed_names
+from dsf.mixers.models.weights import as_built, but_loaded, copy_weights, head_apart, reads_weight, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # before 5.24
@@ -357,7 +357,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
             labels = predicted(labels, attention_mask, None if cache is not None else position_ids)
         targets = targets_of(self.model, labels, shift_labels, bounds)
         assert targets is not None
-        if self.training and self.config.fused_loss and not is_shared(self.lm_head):
+        if self.training and self.config.fused_loss and reads_weight(self.lm_head, hidden):
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets, num_items_in_batch)
             return CausalLMOutputWithPast(loss=loss, **after)
         logits = self.lm_head(hidden)

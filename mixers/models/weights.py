@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from dsf.call.calls import is_transformed
 from dsf.mixers import parameter_groups
+from dsf.mixers._beside import multiplies_alone
 from dsf.mixers.models.config import ModelConfig
 
 
@@ -41,8 +43,17 @@ def tie(model: Any) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether a language model's head is its embedding, whatever its configuration says by now."""
-    return model.lm_head.weight is model.model.embed_tokens.weight
+    """Whether a language model's head is its embedding, whatever its configuration says by now. A head that holds no
+    weight itself (an adapter around one) is not."""
+    head = model.lm_head._parameters.get("weight")
+    return head is not None and head is model.model.embed_tokens._parameters.get("weight")
+
+
+def reads_weight(head: Any, hidden: Tensor) -> bool:
+    """Whether a loss in pieces may read the head's weight in place of calling it: of a map that does nothing else,
+    which no ranks share (a rank's logits are only a part), outside of torch.func, whose derivatives pieces lack."""
+    alone = multiplies_alone(head) and head.bias is None and not hasattr(head.weight, "device_mesh")
+    return alone and not is_transformed((hidden,))
 
 
 def as_built(config: ModelConfig, model: Any) -> ModelConfig:
