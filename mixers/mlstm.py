@@ -241,10 +241,10 @@ class MLSTM(Mixer):
             return self._arguments(u, side[0])
 
     def _arguments(self, u: Tensor, raw: Tensor) -> dict[str, Tensor]:
-        heads = self.dims[0]
-        if u.shape[1] == 1 and not torch.is_grad_enabled():  # launches are what a token costs, not copies
-            maps, xs = (self.q_proj, self.k_proj, self.v_proj), (u, u, raw)
-            if all(type(m) is Blocks and not hooked(m) for m in maps):
+        heads, maps, xs = self.dims[0], (self.q_proj, self.k_proj, self.v_proj), (u, u, raw)
+        read = all(type(m) is Blocks and not hooked(m) for m in maps)  # others are called, and gates see what they make
+        if not read or (u.shape[1] == 1 and not torch.is_grad_enabled()):  # launches are what a token costs, not copies
+            if read:
                 every = by_blocks(xs, [m.weight for m in maps])
             else:
                 every = torch.cat([m(x) for m, x in zip(maps, xs, strict=True)], -1)

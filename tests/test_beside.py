@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 from dsf import mixers
@@ -178,6 +179,29 @@ def test_maps_of_blocks_that_are_hooked_are_called():
     layer.v_proj.register_forward_hook(lambda *_: calls.append("hook"))
     torch.testing.assert_close(stepped(layer, x)[0], expected, rtol=0, atol=1e-12)
     assert len(calls) == 2  # of the prompt and of the token
+
+
+def test_gates_see_what_hooked_and_pruned_maps_of_blocks_make():
+    """Of whole sequences they saw the maps without the hook, of single tokens with it; pruned maps trained one step."""
+    torch.manual_seed(0)
+    layer, x = mixers.MLSTM(32, n_heads=2).double(), torch.randn(2, 5, 32, dtype=torch.float64)
+    nn.init.normal_(layer.gates.weight)
+    twice, half = copy.deepcopy(layer), copy.deepcopy(layer)
+    handle = layer.v_proj.register_forward_hook(lambda module, args, y: 2 * y)
+    with torch.no_grad():
+        twice.v_proj.weight *= 2
+        torch.testing.assert_close(layer(x)[0], twice(x)[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(stepped(layer, x)[0], twice(x)[0][:, -1], rtol=0, atol=1e-12)
+    handle.remove()
+    prune.l1_unstructured(layer.q_proj, "weight", 0.5)
+    with torch.no_grad():
+        half.q_proj.weight *= layer.q_proj.weight_mask
+        layer.q_proj.weight_orig *= 3
+        half.q_proj.weight *= 3
+    for _ in range(2):
+        found, expected = layer(x)[0], half(x)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        found.square().sum().backward()
 
 
 def test_weights_that_cannot_lie_beside_each_other_are_multiplied_one_by_one():
