@@ -78,7 +78,7 @@ class Owner(Sized):
         """torch's `_apply`, but rates stay at least float32, new parameters keep their flags, and constants have their
         values in new memory, too (`to_empty`)."""
         constants = {name: getattr(self, name) for name, kind in self.kinds.items() if kind == "constant"}
-        kept = [getattr(self, name) for name, kind in self.kinds.items() if kind in ("rate", "constant")]
+        kept = [x for name, kind in self.kinds.items() if kind in ("rate", "constant") for x in held(self, name)]
         ids = {id(tensor) for rate in kept for tensor in (rate, rate.grad) if tensor is not None}
 
         def wide(tensor: Tensor) -> Tensor:
@@ -156,6 +156,15 @@ class Owner(Sized):
             y = product_of(side[0], module)
             return y.sigmoid() if name == self.sigmoid else y
         return side[[id(x) for x in self.maps_beside()].index(id(module))]
+
+
+def held(module: nn.Module, name: str) -> list[Tensor]:
+    """What a module keeps for a name: its parameter or buffer, or what parametrizations or pruning make it of."""
+    made: Any = getattr(module, "parametrizations", {})
+    if name in made:
+        return list(made[name].parameters(recurse=False))
+    pruned = module._parameters.get(f"{name}_orig")
+    return [getattr(module, name) if pruned is None else pruned]
 
 
 def fill(tensor: Tensor, start: Start) -> None:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.overrides import TorchFunctionMode
 
 import dsf
@@ -162,6 +163,19 @@ def test_rates_stay_float32_when_a_model_is_cast(entry, dtype):
 
 
 POWERS = {("a", "modified_qlstm"), ("p", "s4"), ("B", "s4"), ("lam", "mesanet")}
+
+
+def test_rates_that_torch_computes_of_others_stay_float32():
+    """Parametrizations and pruning keep the rate in a parameter of another name, which was rounded."""
+    layer = mixers.SSD(32)
+    parametrize.register_parametrization(layer, "A_log", nn.Hardtanh(-3.0, 3.0))
+    prune.identity(layer, "D")
+    before = {name: p.clone() for name, p in layer.named_parameters()}
+    layer.to(torch.bfloat16)
+    for name in ("parametrizations.A_log.original", "D_orig"):
+        assert torch.equal(layer.get_parameter(name), before[name]) and before[name].dtype == torch.float32
+    assert layer.A_log.dtype == torch.float32 and layer.in_proj.weight.dtype == torch.bfloat16
+    assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
 def test_casting_keeps_gradients_of_rates_and_marks():
