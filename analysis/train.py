@@ -233,7 +233,7 @@ def load_tokenizer(folder: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises exceptions of many classes
-        raise InputError(f"--tokenizer {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise InputError(f"--tokenizer {folder} cannot be loaded: {' '.join(str(error).split())}") from error
 
 
 def tokens_of(tokenizer: Any, data: bytes) -> Tensor:
@@ -316,7 +316,7 @@ def _keep_sources(prepared: Prepared) -> None:
     """Copy the files of the user's recurrences into the folder, so that what was trained can be read and opened."""
     out = prepared.run.out
     for place, file in _sources(prepared.config).items():
-        whole_text(out / place, file.read_text(encoding="utf-8"), partial(kept, out))
+        whole(out / place, partial(Path.write_bytes, data=file.read_bytes()), partial(kept, out))
 
 
 def _sources(config: ModelConfig) -> dict[str, Path]:

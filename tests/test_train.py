@@ -98,6 +98,16 @@ def test_a_run_is_opened_with_its_own_copy_of_the_recurrence(folder, monkeypatch
         assert torch.equal(model(ids).logits, before)
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_the_copy_of_a_recurrence_is_its_file_in_any_encoding(folder, newline):
+    """A file in another encoding than UTF-8 ended in a traceback, and lines got other ends."""
+    source = "# coding: latin-1\n# d'apr\xe8s Schlag et al.\n" + OWN
+    (folder / "own.py").write_bytes(source.replace("\n", newline).encode("latin-1"))
+    done = command(folder)
+    assert done.exit_code == 0, done.stderr
+    assert (folder / "run/own.py").read_bytes() == (folder / "own.py").read_bytes()
+
+
 def test_modules_beside_the_recurrence_go_with_it(folder):
     (folder / "gates").mkdir()
     (folder / "gates/__init__.py").write_text("from gates.open import half, gate\n")
@@ -238,7 +248,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
     assert command(folder, "--resume").exit_code == 2
     assert (folder / "run/model.safetensors").read_bytes() == before and not (folder / "run/.part").exists()
     monkeypatch.setattr(hf.DsfForCausalLM, "save_pretrained", save)
-    monkeypatch.setattr(engine.Path, "write_text", lambda *args, **kwargs: final(None, "own.py"))
+    monkeypatch.setattr(engine.Path, "write_bytes", lambda *args, **kwargs: final(None, "own.py"))
     words = "the disk of run/own.py is full; the checkpoint of step 4 is kept, --resume goes on from it"
     assert command(folder, "--resume").stderr == f"dsf: {words}\n"
     assert (folder / "run/own.py").read_bytes() == (folder / "own.py").read_bytes()
@@ -253,6 +263,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(folder, monkeypatch):
         (["--seq", "4000"], "--seq 4000 needs at least 40,010"),
         (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--tokenizer", "nowhere"], "expected the folder of a tokenizer, or bytes"),
+        (
+            ["--tokenizer", "."],
+            "cannot be loaded: Couldn't instantiate the backend tokenizer from one of: (1)",
+        ),
         (["--resume"], "holds no training run"),
         (["--device", "cuda"], "no CUDA GPU"),
         (["--device", "cuda:1"], "--device cuda:1: expected cpu or cuda"),
