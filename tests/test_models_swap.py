@@ -12,6 +12,15 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import by_whole_sequences  # noqa: E402
 
+OWN = """import dsf
+from dsf import Key, Param, Scalar, System, Value, sigmoid
+
+
+@dsf.recurrence
+def fading(q: Key, k: Key, v: Value, rate: Param[Scalar]) -> System:
+    return System(A=sigmoid(rate), B=k * v, C=q)
+"""
+
 
 @pytest.fixture(autouse=True)
 def quiet():
@@ -179,8 +188,39 @@ def test_what_was_swapped_trains():
     assert rough.model(ids).logits.isfinite().all()
 
 
+def test_what_is_restored_is_as_the_model_is_by_then():
+    """It had the type and the mode of before: an error of torch's, and dropout in a model that evaluates."""
+    model, ids = llama(2), torch.randint(1, 64, (2, 9))
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    expected = model.to(torch.bfloat16)(ids).logits
+    handle = dsf.models.swap(model.float().train(), "ssd", [1])
+    assert torch.equal(handle.undo().to(torch.bfloat16).eval()(ids).logits, expected)
+    handle = dsf.models.swap(model.float().train(), "ssd", [1])
+    model.to(torch.bfloat16).eval()
+    assert torch.equal(handle.undo()(ids).logits, expected)
+
+
+def test_options_that_json_does_not_have_leave_the_configuration_whole(tmp_path):
+    """Printing or saving such a model's configuration ended in a TypeError of json's."""
+    model = llama(2).float()
+    dsf.models.swap(model, "ssd", [0], dtype=torch.float64)
+    assert model.model.layers[0].self_attn.mixer.in_proj.weight.dtype == torch.float32
+    model.save_pretrained(tmp_path / "named")
+    loaded, ids = dsf.models.load_swapped(tmp_path / "named"), torch.randint(1, 64, (2, 9))
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    (tmp_path / "own.py").write_text(OWN)
+    dsf.models.swap(model, f"{tmp_path}/own.py:fading", [1], init={"rate": torch.zeros})
+    assert "dsf_swap" in repr(model.config)
+    with pytest.warns(UserWarning, match="a mixer without a name"):
+        model.save_pretrained(tmp_path / "unnamed")
+    with pytest.raises(dsf.InputError, match="or options that JSON does not have; swap it in yourself"):
+        dsf.models.load_swapped(tmp_path / "unnamed")
+
+
 def test_what_cannot_be_swapped_is_refused_before_anything_changes():
     model = llama(2)
+    with pytest.raises(dsf.InputError, match="expected different ones of 0 to 1"):
+        dsf.models.swap(model, "s6", ["1"])
     with pytest.raises(dsf.InputError, match="expected different ones of 0 to 1"):
         dsf.models.swap(model, "s6", [2])
     with pytest.raises(dsf.InputError, match="near names"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import operator
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -93,7 +95,8 @@ def _hf() -> Any:
 
 
 class Swapped:
-    """The change made by `swap`. undo() restores the model's own attention; a context manager does so at its end.
+    """The change made by `swap`. undo() restores the model's own attention, on the device, in the type and in the mode
+    that the model has by then; a context manager does so at its end.
 
     model: the same object that was given. mixers: {index of a layer: its mixer}, to train or to load weights into.
     """
@@ -104,6 +107,7 @@ class Swapped:
         self.record: dict[str, Any] = {"mixer": mixer, "layers": [], "options": options}
         self._name = names
         self._before: dict[int, nn.Module] = {}
+        self._kinds: dict[int, tuple[torch.device, torch.dtype]] = {}
 
     def undo(self) -> Any:
         """Restore the model's own attention and return it. Raises InputError if another swap followed."""
@@ -112,7 +116,10 @@ class Swapped:
             if getattr(layers[i].self_attn, "mixer", None) is not mixer:
                 raise InputError(f"layer {i} was swapped again since: undo that swap first")
         for i, attention in self._before.items():
-            layers[i].self_attn = attention
+            now = _kind(self.mixers[i])
+            if now != self._kinds[i] and now[0].type != "meta":  # the model was moved or cast since
+                attention.to(device=now[0], dtype=now[1])
+            layers[i].self_attn = attention.train(layers[i].self_attn.training)
         self.mixers, self._before = {}, {}
         records = [r for r in getattr(self.model.config, RECORD, []) if r is not self.record]
         if records:
@@ -148,7 +155,7 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     """
     found = decoder_layers(model)
     chosen = list(range(len(found))) if layers is None else list(layers)
-    wrong = [i for i in chosen if not 0 <= i < len(found)]
+    wrong = [i for i in chosen if type(i) is bool or not hasattr(i, "__index__") or not 0 <= i < len(found)]
     if wrong or len(set(chosen)) < len(chosen):
         raise InputError(f"layers {chosen}: expected different ones of 0 to {len(found) - 1}")
     width = model.config.hidden_size
@@ -157,12 +164,12 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     if takes(make, "n_heads"):
         options.setdefault("n_heads", model.config.num_attention_heads)
     new = [layer_in_model(mixer, width, **options) for _ in chosen]  # all, before anything is changed
-    handle = Swapped(model, _name_or_none(mixer), dict(options), getattr(mixer, "__name__", str(mixer)))
+    handle = Swapped(model, *_written(mixer, options), getattr(mixer, "__name__", str(mixer)))
     for i, layer in zip(chosen, new, strict=True):
         attention = found[i].self_attn
         like = next(attention.parameters())
         layer.to(device=like.device, dtype=like.dtype)  # rates stay float32
-        handle._before[i], handle.mixers[i] = attention, layer
+        handle._before[i], handle.mixers[i], handle._kinds[i] = attention, layer, _kind(layer)
         found[i].self_attn = SwappedAttention(layer, i).train(attention.training)
     handle.record["layers"] = chosen
     setattr(model.config, RECORD, [*getattr(model.config, RECORD, []), handle.record])
@@ -188,7 +195,8 @@ def load_swapped(folder: str | Path, **options: Any) -> Any:
     for record in records:
         if record["mixer"] is None:
             raise InputError(
-                f"{folder}: its mixer has no name to find it by; swap it in yourself, then load_state_dict"
+                f"{folder}: its mixer has no name to find it by, or options that JSON does not have; swap it in "
+                "yourself, then load_state_dict"
             )
         swap(model, record["mixer"], record["layers"], **record["options"])
     load_file = importlib.import_module("safetensors.torch").load_file
@@ -224,11 +232,20 @@ def decoder_layers(model: Any) -> Any:
     )
 
 
-def _name_or_none(mixer: Any) -> str | None:
+def _written(mixer: Any, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The mixer's name and options for a configuration, which is printed and saved as JSON; None where there is no name
+    or JSON does not have the options. (Device and type are the model's.)"""
+    kept = {name: value for name, value in options.items() if name not in ("device", "dtype")}
     try:
-        return mixer_name(mixer)
-    except InputError:
-        return None
+        return mixer_name(mixer), json.loads(json.dumps(kept, default=operator.index))
+    except (InputError, TypeError, ValueError):
+        return None, {}
+
+
+def _kind(mixer: Mixer) -> tuple[torch.device, torch.dtype]:
+    """The device and the type to which a mixer was moved; rates stay float32."""
+    like = next((p for p in mixer.parameters() if not getattr(p, "_no_weight_decay", False)), next(mixer.parameters()))
+    return like.device, like.dtype
 
 
 def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
