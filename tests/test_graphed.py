@@ -1,10 +1,12 @@
 """Training steps from a CUDA graph (mixers/models/graphed.py), with a graph of a CPU in place of CUDA's."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
 
+import dsf
 from dsf.mixers.models import graphed
 from dsf.models import CausalLM, Graphed, ModelConfig
 
@@ -171,6 +173,20 @@ def test_a_cpu_takes_its_steps_as_ever():
         assert torch.equal(found, expected.detach()) and not found.requires_grad
         same_gradients(one, other)
     assert not step.graphs
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "got"),
+    [
+        (lambda model, ids: model(ids, labels=ids), "CausalOutput"),
+        (lambda model, ids: model(ids).logits, r"shape \[1, "),
+        (lambda model, ids: model(ids).loss, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_in_words(loss_of, got):
+    model, _, _ = pair()
+    with pytest.raises(dsf.InputError, match=f"loss_of returned {got}.*expected a tensor of one number"):
+        Graphed(model, partial(loss_of, model))(drawn()[:1])
 
 
 def test_hooks_and_processes_without_nccl_take_no_graph(monkeypatch):

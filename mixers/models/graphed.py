@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsf.kernels.recent import Recent
+from dsf.language.errors import InputError
 
 EAGER = 2  # calls of a kind before it is captured: they compile kernels, and fill what is remembered
 MOST = 8  # kinds of calls that are captured; each holds the memory of a step
@@ -37,8 +38,8 @@ class Graphed:
     """A loss and its gradients, as `loss_of(*tensors).backward()` gives them, from a CUDA graph.
 
     model: its parameters get gradients in .grad, added to those that are there. loss_of: the model's loss, a tensor of
-    one number, from tensors, which are moved to the model's device first. A call returns the loss, detached. Source:
-    torch's CUDA graphs, https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+    one number (InputError for another), from tensors, which are moved to the model's device first. A call returns the
+    loss, detached. Source: torch's CUDA graphs, https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
     The first two calls of a kind run as without a graph, the third is captured: what Python does in loss_of is then as
     it was in that call. Shapes and dtypes of the tensors, autocast, the modes of all modules and which parameters want
@@ -100,7 +101,10 @@ class Graphed:
         return self.graphs[kind]
 
     def _eager(self, tensors: Sequence[Tensor]) -> Tensor:
-        loss = self.loss_of(*tensors)
+        loss: Any = self.loss_of(*tensors)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"Graphed: loss_of returned {got}, expected a tensor of one number (`model(...).loss`)")
         loss.backward()
         return loss.detach()
 
