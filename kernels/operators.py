@@ -35,7 +35,10 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*whole, strict=True))
 
 
-RECURRENT = "this form; ask for form='recurrent', backend='torch', which has them for every recurrence"
+RECURRENT = (
+    "this form; ask for form='recurrent', backend='torch', which has them for every recurrence, or take both "
+    "derivatives by torch.func, which layers, too, then compute in that form"
+)
 
 
 def refuse_second_order(where: str = RECURRENT) -> None:

@@ -106,3 +106,26 @@ def test_layers_and_single_tokens():
     token = [y[:, 0] for y in operands(structures.delta)[0]]
     y, _ = vmap(lambda *xs: structures.delta.step(None, *xs))(*(x[None] for x in token))
     torch.testing.assert_close(y[0], structures.delta.step(None, *token)[0])
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "s6"])
+def test_layers_have_second_derivatives(name):
+    """A penalty on the gradient of x: refused in autograd, where the error says how to have it."""
+    torch.manual_seed(0)
+    layer = get(name).module(d_model=32).double()
+    x, parameters = torch.randn(1, 12, 32, dtype=torch.float64), {n: p.detach() for n, p in layer.named_parameters()}
+
+    def loss(x, parameters):
+        return functional_call(layer, parameters, (x,))[0].square().sum()
+
+    def penalty(parameters):
+        return grad(loss)(x, parameters).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"take both derivatives by torch\.func, which layers, too,"):
+        torch.autograd.grad(layer(leaf)[0].square().sum(), leaf, create_graph=True)
+    found, step = grad(penalty)(parameters), 1e-6
+    along = {n: torch.randn_like(p) for n, p in parameters.items()}
+    ends = [penalty({n: p + sign * step * along[n] for n, p in parameters.items()}) for sign in (1, -1)]
+    expected = (ends[0] - ends[1]) / (2 * step)
+    torch.testing.assert_close(sum((found[n] * along[n]).sum() for n in found), expected, rtol=1e-6, atol=1e-6)

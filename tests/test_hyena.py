@@ -140,3 +140,14 @@ def test_hyena_is_found_by_name_and_has_no_recurrence():
     with pytest.raises(KeyError, match=r"'hyena' is a layer without .* own, dsf\.mixers\.Hyena"):
         mixers.get("hyena")
     assert not set(mixers.LAYERS) & {entry.name for entry in mixers.ZOO}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+def test_a_quantised_layer_is_near_the_layer():
+    """The filters asked the quantised map for its weight, which is a method there."""
+    torch.manual_seed(0)
+    layer, x = mixers.Hyena(16, l_max=32).float(), torch.randn(2, 9, 16, dtype=torch.float32)
+    short = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
+    with torch.no_grad():
+        expected, found = layer(x)[0], short(x)[0]
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
