@@ -144,7 +144,8 @@ class ByteLM(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, n: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """`n` bytes after the prompt, sampled one by one with carried states."""
+        """`n` bytes after the prompt, sampled one by one with carried states. Raises DsfError for logits that are not
+        finite."""
         generator, device = torch.Generator().manual_seed(seed), self.embedding.weight.device
         states: list[Any] = [None] * len(self.blocks)
         found, x = bytearray(), self.embedding(torch.tensor([list(prompt)], device=device))
@@ -156,6 +157,8 @@ class ByteLM(nn.Module):
             if len(found) == n:
                 return bytes(found)
             logits = (self.norm(x[:, -1]) @ self.embedding.weight.T).float().cpu()
+            if not bool(logits.isfinite().all()):
+                raise DsfError(f"its logits are not finite after {len(prompt) + len(found)} bytes of generated text")
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             found.append(int(drawn))
             x = self.embedding(drawn.to(device))

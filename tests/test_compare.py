@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import dsf
-from dsf import InputError, Scalar, System, Value
+from dsf import InputError, Key, Scalar, System, Value
 from dsf.analysis import compare as engine
 from dsf.analysis import report
 from dsf.analysis.compare import fair, recall, saved
@@ -279,6 +280,17 @@ def test_generation_step_by_step_is_that_of_the_whole_text(text):
     ids = torch.tensor([list(prompt + found)])
     likeliest = model(ids)[0, len(prompt) - 1 : -1].argmax(-1)
     assert bytes(likeliest.tolist()) == found
+
+
+def test_states_that_grow_without_bound_are_named_where_text_is_generated():
+    """A doubling state passes training on short windows; generation ended in torch's words about a probability."""
+
+    @dsf.recurrence
+    def growing(q: Key, k: Key, v: Value) -> System:
+        return System(A=4.0, B=k * v, C=q)
+
+    with pytest.raises(dsf.DsfError, match=r"its logits are not finite after [0-9]+ bytes of generated text"):
+        make_model(partial(Layer, growing, norm=False), SETUP).generate(b"All happy families", 200)
 
 
 def test_longer_windows_are_judged_on_the_same_bytes(text):
