@@ -46,9 +46,8 @@ class Filter(Owner):
 
     def forward(self, tokens: int) -> Tensor:
         """The filter at the lags 0 … tokens-1."""
-        like = (
-            self.outer.weight if isinstance(self.outer.weight, Tensor) else self.deltas
-        )  # of torch's quantised: a method
+        weight: Any = self.outer.weight  # of a map that torch has quantised a method
+        like = weight if isinstance(weight, Tensor) else self.deltas
         lag = torch.arange(tokens, device=like.device, dtype=self.deltas.dtype)
         share = lag / max(self.l_max - 1, 1)
         wave = torch.linspace(1e-4, self.bands - 1, self.bands, device=like.device, dtype=share.dtype)
