@@ -23,7 +23,7 @@ from dsf.kernels.convolution import KINDS
 from dsf.kernels.product import linear, multiplies, takes
 
 ALIGNED = 16  # bytes that a row is a multiple of, so that every weight begins where fast products read
-_views: dict[int, tuple[Any, Any]] = {}  # by id, a first weight or bias, and its view of the memory; neither kept alive
+_views: dict[int, Any] = {}  # by address, the first weight's or bias's view of memory of several; not kept alive
 
 
 def hooked(module: nn.Module) -> bool:
@@ -99,11 +99,13 @@ def lay(maps: Sequence[Any]) -> None:
             views = torch.cat([x.data for x in own]).split([x.shape[0] for x in own])
             for x, view in zip(own, views, strict=True):
                 x.data = torch.from_dlpack(view)  # the same memory; alive with it, the view keeps all of it
-            _views[id(own[0])] = weakref.ref(own[0], partial(_forget, id(own[0]))), weakref.ref(views[0])
+            place = views[0].data_ptr()  # of a parameter itself nothing is kept: torch swaps none with weak references
+            _views[place] = weakref.ref(views[0], partial(_forget, place))
 
 
-def _forget(number: int, _: Any) -> None:
-    _views.pop(number, None)
+def _forget(place: int, view: Any) -> None:
+    if _views.get(place) is view:  # and not what was laid there since
+        del _views[place]
 
 
 def lay_all(model: nn.Module) -> None:
@@ -235,7 +237,8 @@ def _own(maps: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
 def _joined(parts: list[Tensor]) -> Tensor | None:
     """The memory of weights or biases that lie behind each other, as one."""
     first, rows = parts[0], 0
-    view = _views[id(first)][1]() if id(first) in _views and not first.is_meta else None
+    kept = None if first.is_meta else _views.get(first.data_ptr())
+    view = None if kept is None else kept()
     if view is None or view.dtype != first.dtype:
         return None
     size = first.shape[1:].numel() * first.element_size()

@@ -121,17 +121,36 @@ def test_what_saves_models_takes_no_weight_for_another(tmp_path):
 def test_memory_of_weights_beside_each_other_is_free_once_none_is_in_it():
     layer = mixers.RetNet(32, n_heads=2)
     first, second = (m.weight for m in layer.maps_beside())
-    view = _beside._views[id(first)][1]
+    view = _beside._views[first.data_ptr()]
     second.data = second.data.clone()
     assert view() is not None  # of the first
     first.data = first.data.clone()
     assert view() is None
     layer.double()  # moved, they lie beside each other again
     assert outputs_of(layer)
-    number = id(first)
+    view = _beside._views[first.data_ptr()]
     del layer, first, second
     gc.collect()
-    assert number not in _beside._views
+    assert view() is None and not any(kept is view for kept in _beside._views.values())
+
+
+@pytest.fixture
+def swapping():
+    """Parameters change places with others where modules are moved and loaded, as torch plans to."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_weights_beside_each_other_can_change_places_with_others(swapping):
+    """torch swaps no parameter that something holds a weak reference to: layers could not be moved or loaded."""
+    (layer, x), other = made("gated_deltanet"), made("gated_deltanet")[0]
+    expected, _ = stepped(layer, x)
+    other.float().double().load_state_dict(layer.state_dict())
+    assert outputs_of(other) and all(p.dtype == torch.float64 for p in other.parameters())
+    torch.testing.assert_close(stepped(other, x)[0], expected, rtol=0, atol=1e-12)
+    model = CausalLM(ModelConfig(vocab_size=31, d_model=32, n_layers=1, mixers=["gla"]))
+    assert model.double().lm_head.weight is model.model.embed_tokens.weight
 
 
 STEPPED = [e for e in mixers.ZOO if hasattr(e.module, "step")]
