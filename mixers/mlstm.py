@@ -1,5 +1,6 @@
 """mLSTM, the matrix memory of xLSTM."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -154,18 +155,21 @@ class Gates(Owner):
         self.own("weight", torch.zeros, 2 * n_heads, d_in)
         self.own("bias", _gate_bias, 2 * n_heads, kind="vector")
 
-    def before(self, q: Blocks, k: Blocks, v: Blocks) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def before(weight: Tensor, q: Blocks, k: Blocks, v: Blocks) -> tuple[Tensor, Tensor]:
         """Their weights [2 · n_heads, d_in / 3] for what q's and k's maps take and for what v's map takes.
 
         They see q, k and v. The maps are multiplied into their weights, so that q, k and v are not copied side by side
         and read again.
         """
-        of_q, of_k, of_v = self.weight.chunk(3, dim=1)
+        of_q, of_k, of_v = weight.chunk(3, dim=1)
         return q.before(of_q) + k.before(of_k), v.before(of_v)
 
-    def forward(self, products: Tensor) -> Tensor:
-        """[B, T, 2 · n_heads], input gates first, from products with the weight; ranks sum them up (`cut`)."""
-        return products + self.bias.to(products.dtype)
+    def forward(self, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, T, 2 · n_heads], input gates first. products: of the weight, which hooks (pruning) compute in this call,
+        with what the gates see; ranks sum them up (`cut`)."""
+        found = products(self.weight)
+        return found + self.bias.to(found.dtype)
 
 
 def _gate_bias(size: int) -> Tensor:
@@ -237,24 +241,34 @@ class MLSTM(Mixer):
         return u, (u, *z)
 
     def arguments(self, u: Tensor, side: Side, span: Span) -> dict[str, Tensor]:
-        with loaded(self.q_proj, self.k_proj, self.v_proj, self.gates):
+        with loaded(self.q_proj, self.k_proj, self.v_proj):
             return self._arguments(u, side[0])
 
     def _arguments(self, u: Tensor, raw: Tensor) -> dict[str, Tensor]:
         heads, maps, xs = self.dims[0], (self.q_proj, self.k_proj, self.v_proj), (u, u, raw)
-        read = all(type(m) is Blocks and not hooked(m) for m in maps)  # others are called, and gates see what they make
-        if not read or (u.shape[1] == 1 and not torch.is_grad_enabled()):  # launches are what a token costs, not copies
-            if read:
+        plain = all(
+            type(m) is Blocks and not hooked(m) for m in maps
+        )  # others are called, and gates see what they make
+        if not plain or (
+            u.shape[1] == 1 and not torch.is_grad_enabled()
+        ):  # launches are what a token costs, not copies
+            if plain:
                 every = by_blocks(xs, [m.weight for m in maps])
             else:
                 every = torch.cat([m(x) for m, x in zip(maps, xs, strict=True)], -1)
-            i, f = self.gates(linear(every, self.gates.weight, ahead=True)).chunk(2, -1)
+            i, f = self.gates(lambda weight: linear(every, weight, ahead=True)).chunk(2, -1)
             return {**{name: _by(x, heads) for name, x in zip("qkv", every.chunk(3, -1), strict=True)}, "i": i, "f": f}
-        seen, seen_raw = self.gates.before(self.q_proj, self.k_proj, self.v_proj)
-        of_u, q, k = mapped(u, heads, seen, self.q_proj, self.k_proj)
-        of_raw, v = mapped(raw, heads, seen_raw, self.v_proj)
-        i, f = self.gates(of_u + of_raw).chunk(2, -1)
-        return {"q": q, "k": k, "v": v, "i": i, "f": f}
+        made: list[Tensor] = []
+
+        def products(weight: Tensor) -> Tensor:
+            seen, seen_raw = Gates.before(weight, *maps)
+            of_u, *qk = mapped(u, heads, seen, *maps[:2])
+            of_raw, v = mapped(raw, heads, seen_raw, maps[2])
+            made.extend((*qk, v))
+            return of_u + of_raw
+
+        i, f = self.gates(products).chunk(2, -1)
+        return {**dict(zip("qkv", made, strict=True)), "i": i, "f": f}
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
         return (*side[1:], u)

@@ -223,6 +223,22 @@ def test_gates_see_what_hooked_and_pruned_maps_of_blocks_make():
         found.square().sum().backward()
 
 
+def test_pruned_gates_of_blocks_are_those_of_now():
+    """Their weight was read before the call in which pruning computes it: that of the step before."""
+    torch.manual_seed(0)
+    layer, x = mixers.MLSTM(32, n_heads=2).double(), torch.randn(2, 5, 32, dtype=torch.float64)
+    other = copy.deepcopy(layer)
+    prune.identity(layer.gates, "weight")
+    for _ in range(3):
+        with torch.no_grad():
+            nn.init.normal_(layer.gates.weight_orig)
+            other.gates.weight.copy_(layer.gates.weight_orig)
+        found, expected = layer(x)[0], other(x)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(stepped(layer, x)[0], expected[:, -1], rtol=0, atol=1e-12)
+        found.square().sum().backward()
+
+
 def test_weights_that_cannot_lie_beside_each_other_are_multiplied_one_by_one():
     token = torch.randn(1, 1, 3)
     with torch.no_grad():
