@@ -246,12 +246,9 @@ class MLSTM(Mixer):
 
     def _arguments(self, u: Tensor, raw: Tensor) -> dict[str, Tensor]:
         heads, maps, xs = self.dims[0], (self.q_proj, self.k_proj, self.v_proj), (u, u, raw)
-        plain = all(
-            type(m) is Blocks and not hooked(m) for m in maps
-        )  # others are called, and gates see what they make
-        if not plain or (
-            u.shape[1] == 1 and not torch.is_grad_enabled()
-        ):  # launches are what a token costs, not copies
+        plain = all(type(m) is Blocks and not hooked(m) for m in maps)
+        token = u.shape[1] == 1 and not torch.is_grad_enabled()  # launches are what it costs, not copies
+        if token or not plain:  # gates see what hooked and pruned maps make
             if plain:
                 every = by_blocks(xs, [m.weight for m in maps])
             else:
