@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, trapezoid, turned
+from torch.autograd import forward_ad
 
 import dsf
 from dsf import Key, Pair, Param, Scalar, System, Value, mixers, sigmoid, turn
@@ -596,6 +597,31 @@ def test_second_derivatives_are_refused():
     y = scalar(**inputs, parallel=Simulated(2))
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(y.sum(), inputs["q"], create_graph=True)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("how", ["dual", "jvp", "grad", "vmap"])
+@pytest.mark.parametrize("recurrence", [gated_delta, turned, mixers.softmax_attention], ids=lambda r: r.name)
+def test_transformations_of_torch_func_and_tangents_are_refused(recurrence, how, known):
+    """Exchanges would leave out what earlier ranks' tokens do to later ones."""
+    inputs, world = sample(recurrence, T=6), Simulated(2)
+    if known:
+        recurrence(**inputs, parallel=world)
+
+    def call(v):
+        return recurrence(**{**inputs, "v": v}, parallel=world)
+
+    v = inputs["v"]
+    with pytest.raises(dsf.InputError, match=r"forward-mode derivatives do not pass through parallel="):
+        if how == "dual":
+            with forward_ad.dual_level():
+                call(forward_ad.make_dual(v, torch.ones_like(v)))
+        elif how == "jvp":
+            torch.func.jvp(call, (v,), (v,))
+        elif how == "grad":
+            torch.func.grad(lambda v: call(v).sum())(v)
+        else:
+            torch.func.vmap(call)(v.unsqueeze(0))
 
 
 def test_channels_that_differ_are_walked():

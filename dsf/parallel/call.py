@@ -20,6 +20,7 @@ from torch import Tensor
 from dsf.call import packing
 from dsf.call.backwards import flipped, flipped_bounds, flipped_rows
 from dsf.call.bind import Bound, Sizes, bind, cached_heads, check_cache, check_state
+from dsf.call.calls import is_transformed
 from dsf.call.digits import of_enough_digits
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
@@ -50,6 +51,11 @@ def call(
     spec = recurrence.spec
     if not isinstance(world, World):
         raise InputError(f"{spec.name}: parallel must be a dsf.parallel.Sequence, got {type(world).__name__}")
+    if is_transformed((*args, *kwargs.values(), state)):  # exchanges take no tangents: those of other ranks' tokens
+        raise InputError(
+            f"{spec.name}: torch.func (vmap, grad, jvp, ...) and forward-mode derivatives do not pass through "
+            "parallel=; the call on one rank has them"
+        )
     kept = cu_seqlens.bounds if isinstance(cu_seqlens, packing.Packing) else None
     options, kind = (return_state, form, backend), None
     if (cu_seqlens is None or kept is not None) and not reverse:
