@@ -108,6 +108,8 @@ def two():
         ),
         "positions of a model": lambda: attach(model_of("softmax_attention"), over())(torch.arange(4 + rank)[None]),
         "labels of a model": lambda: attach(model_of("gla"), over())(*torch.zeros(2, 1, 4).long()),
+        "steps of a model": lambda: attach(model_of("gla"), over()).step(torch.zeros(1).long()),
+        "tokens of a model": lambda: attach(model_of("gla"), over()).generate(torch.zeros(1, 4).long(), 2),
         "layer that needs all": lambda: attach(torch.nn.ModuleList([mixers.GLA(16), mixers.Hyena(16, 9)]), over()),
         "layer that looks ahead": lambda: mixers.Hydra(16, headdim=8)(torch.randn(1, 4, 16), parallel=over()),
         "model without mixers": lambda: attach(torch.nn.Linear(2, 2), over()),

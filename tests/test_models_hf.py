@@ -4,6 +4,7 @@ import copy
 import errno
 import json
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import dsf.models.hf as hf  # noqa: E402
 from dsf.mixers import SoftmaxAttention  # noqa: E402
 from dsf.mixers._beside import outputs  # noqa: E402
 from dsf.mixers.models.states import tensors_of  # noqa: E402
+from dsf.parallel import Simulated, attach  # noqa: E402
 
 MIXERS = [["gated_deltanet"], ["s6"], ["ssd", "softmax_attention"], ["rg_lru"]]
 EACH = pytest.mark.parametrize("mixers", MIXERS, ids="+".join)
@@ -259,6 +261,15 @@ def test_a_static_cache_stays_where_it_is():
             last = model(ids[:, t : t + 1], past_key_values=cache).logits
         assert places == [x.data_ptr() for x in tensors_of(cache.layers[0].state)]
         assert torch.allclose(last[:, 0], model(ids).logits[:, -1], rtol=0, atol=1e-9)
+
+
+def test_generate_is_refused_while_ranks_share_the_sequence():
+    model = hf.DsfForCausalLM(hf.DsfConfig(d_model=32, n_layers=1, vocab_size=11, mixers=["gla"]))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    for world in (type("Shared", (Simulated,), {"shard": None})(2), None):
+        attach(model, world)
+        with nullcontext() if world is None else pytest.raises(dsf.InputError, match=r"^generate: .* over 2 ranks"):
+            assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (1, 6)
 
 
 def test_generate_decodes_in_the_memory_of_its_own_cache():

@@ -52,6 +52,8 @@ WORDS = {
     "mask in both directions": "attention_mask has 1 padded tokens",
     "positions of a model": "RotaryAttention: ranks differ: rank 0 has T = 4, rank 1 has T = 5",
     "labels of a model": "move whole labels on by one place",
+    "steps of a model": "step: the mixers share the sequence over 2 ranks",
+    "tokens of a model": "call dsf.parallel.attach(model, None) first: states are whole on every rank",
     "layer that needs all": "its filters reach over all tokens",
     "layer that looks ahead": "its convolution looks ahead",
     "model without mixers": "has no dsf mixer",

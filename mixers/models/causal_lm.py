@@ -21,9 +21,10 @@ from dsf.mixers._states import put, reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_in_model, takes
-from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_ids, cross_entropy, linear_cross_entropy, next_labels
+from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_ids, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
+from dsf.mixers.models.spread import refuse_decoding, targets_of
 from dsf.mixers.models.states import ModelState, check_fit, check_state, checkpointed, recurrence_of, sequences_of
 from dsf.mixers.models.weights import is_tied, reads_weight, tie, undecayed_names
 
@@ -283,8 +284,9 @@ class CausalLM(nn.Module):
         in_place: the new state takes the memory of `state`, which then holds nothing older: no copy of the states, and
         addresses that a CUDA graph can read. Attention's keys and values move to memory of twice the size where theirs
         is full, and in the first such step, unless `reserve` made room. Without a state there is nothing to overwrite.
-        Raises InputError for ids of another shape.
+        Raises InputError for ids of another shape, and while ranks share the sequence.
         """
+        refuse_decoding("step", self.model)
         if ids.dim() != 1:
             raise InputError(f"step takes one token a sequence, ids [B], got shape {tuple(ids.shape)}")
         found = self(ids.unsqueeze(1), state=state, in_place=in_place and state is not None)
@@ -352,30 +354,6 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     if one is other or any(x.is_meta or hasattr(x, "device_mesh") for x in (one, other)):
         return False
     return one.shape != other.shape or not torch.equal(one, other.to(one.device, one.dtype))
-
-
-def targets_of(
-    model: Any, labels: Tensor | None, moved: Tensor | None, cu_seqlens: Tensor | Packing | None
-) -> Tensor | None:
-    """The targets of the tokens, or None. Raises InputError for labels of a sequence over ranks, and for both kinds."""
-    if labels is not None and moved is not None:
-        raise InputError("labels and shift_labels are both given; shift_labels are labels that were moved on already")
-    if labels is None:
-        return None if moved is None else moved.long()
-    refuse_shared(model)
-    return next_labels(labels, cu_seqlens)
-
-
-def refuse_shared(model: Any) -> None:
-    """Raise InputError where the mixers share their sequence with other processes, as labels would be cut."""
-    for block in model._blocks():
-        world = getattr(block.mixer, "parallel", None)
-        if world is not None and hasattr(world, "shard"):
-            raise InputError(
-                f"labels: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a rank's "
-                "last token predicts a token of another rank; move whole labels on by one place, cut them, and give "
-                "shift_labels=cp.shard(dsf.models.next_labels(labels))"
-            )
 
 
 def reset_mixer(mixer: nn.Module) -> None:

@@ -20,7 +20,7 @@ from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers._beside import lay_all, product_of
 from dsf.mixers._own import Owner
-from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp, targets_of
+from dsf.mixers.models.causal_lm import Backbone, CausalLM, reset_mixer, reset_mlp
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.hf_cache import DsfCache, state_layer, states_of
 from dsf.mixers.models.names import USUAL, WORKED_OUT, agree, ours
@@ -28,6 +28,7 @@ from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, predicted, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, check_range, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
+from dsf.mixers.models.spread import refuse_decoding, targets_of
 from dsf.mixers.models.weights import as_built, but_loaded, copy_weights, head_apart, reads_weight, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
@@ -366,6 +367,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *_: Any, **__: Any) -> None:
         """Use `DsfCache` for all mixers, whose steps overwrite the states."""
+        refuse_decoding("generate", self.model)
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "static", "hybrid"):
             raise InputError(f"cache_implementation={kind!r}: a recurrent state can be dynamic or static")

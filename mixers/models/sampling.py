@@ -12,6 +12,7 @@ from dsf.language.errors import InputError
 from dsf.mixers._beside import hooked
 from dsf.mixers._states import caches_of, most_of, overwritten, room_of
 from dsf.mixers.models.graphed import capturing
+from dsf.mixers.models.spread import refuse_decoding
 from dsf.mixers.models.states import ModelState, tensors_of
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ def sample(
     temperature: divides the logits; 0 takes the likeliest. top_k: only so many of the likeliest can be drawn. graph:
     all tokens but the first come from a CUDA graph of one step, captured in this call, and again where attention's keys
     and values have doubled. Raises InputError for a negative n or temperature, for top_k below 1, and for graph=True on
-    a CPU.
+    a CPU, and while ranks share the sequence.
     """
+    refuse_decoding("generate", model.model)
     if not _whole(n) or n < 0:
         raise InputError(f"n = {n}: expected a number of tokens")
     if not temperature >= 0:

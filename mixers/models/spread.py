@@ -1,0 +1,46 @@
+"""What models do, and refuse, where ranks share their sequences (dsf.parallel.attach)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dsf import Packing
+from dsf.language.errors import InputError
+from dsf.mixers.models.parts import next_labels
+
+
+def targets_of(
+    model: Any, labels: Tensor | None, moved: Tensor | None, cu_seqlens: Tensor | Packing | None
+) -> Tensor | None:
+    """The targets of the tokens, or None. Raises InputError for labels of a sequence over ranks, and for both kinds."""
+    if labels is not None and moved is not None:
+        raise InputError("labels and shift_labels are both given; shift_labels are labels that were moved on already")
+    if labels is None:
+        return None if moved is None else moved.long()
+    world = world_of(model)
+    if world is not None:
+        raise InputError(
+            f"labels: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a rank's "
+            "last token predicts a token of another rank; move whole labels on by one place, cut them, and give "
+            "shift_labels=cp.shard(dsf.models.next_labels(labels))"
+        )
+    return next_labels(labels, cu_seqlens)
+
+
+def world_of(model: Any) -> Any:
+    """The ranks in other processes that share the sequences of a model's mixers, or None."""
+    worlds = (getattr(block.mixer, "parallel", None) for block in model._blocks())
+    return next((world for world in worlds if hasattr(world, "shard")), None)
+
+
+def refuse_decoding(name: str, model: Any) -> None:
+    """Raise InputError for tokens one by one where ranks share the sequences: each would take a new token for a
+    further one of its own, behind or in front of those of the others."""
+    world = world_of(model)
+    if world is not None and world.ranks > 1:
+        raise InputError(
+            f"{name}: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a new token is "
+            "of all of them; call dsf.parallel.attach(model, None) first: states are whole on every rank"
+        )
