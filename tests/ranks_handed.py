@@ -35,6 +35,8 @@ def two():
         found[f"no tokens, {name}"] = layer_error(name, nothing, **options)
     for name in ("gated_deltanet", "mamba3"):
         found[f"no tokens behind the last sequence, {name}"] = layer_error(name, nothing, torch.tensor([0, 3, 10]))
+    for name in ("gated_deltanet", "softmax_attention"):
+        found[f"no tokens, a model of {name}"] = max(model_without_tokens(name, fused) for fused in (False, True))
     found["gradients of queries alone"] = wanted_alone(nothing, sliding_window_attention, "q")
     found["gradients of a state alone"] = max(wanted_alone(world, gated_delta) for world in (cp, headtail))
     for world, name, kept in ((cp, "gated_deltanet", False), (headtail, "softmax_attention", False), (cp, "fox", True)):
@@ -131,6 +133,24 @@ def handed_on(cp):
             pairs.append((after.conv, state.conv, None))
         found[name] = worst(pairs)
     return found
+
+
+def model_without_tokens(name, fused_loss):
+    """Errors of a model's loss and gradients where the second rank holds no token of whole sequences."""
+    config = dsf.models.ModelConfig(d_model=32, n_layers=2, vocab_size=17, mixers=[name], fused_loss=fused_loss)
+    torch.manual_seed(4)
+    model, cp = dsf.models.CausalLM(config).double(), Sequence(sizes=(8, 0))
+    ids = torch.randint(17, (2, 8), generator=torch.Generator().manual_seed(0))
+
+    def run(*given):
+        loss = model(given[0], shift_labels=given[1], num_items_in_batch=14, return_state=False).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    whole = ids, dsf.models.next_labels(ids)
+    expected = run(*whole)
+    attach(model, cp)
+    found = [summed(x.detach()) for x in run(*cp.shard(*whole))]
+    return max(float((a - b).detach().abs().max()) for a, b in zip(found, expected, strict=True))
 
 
 def wanted_alone(cp, recurrence, name=None):

@@ -24,7 +24,7 @@ from dsf.mixers.models.naming import constructor_of, layer_in_model, takes
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_ids, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.rotary import RotaryAttention
 from dsf.mixers.models.sampling import sample
-from dsf.mixers.models.spread import refuse_decoding, targets_of
+from dsf.mixers.models.spread import refuse_decoding, targets_of, world_of
 from dsf.mixers.models.states import ModelState, check_fit, check_state, checkpointed, recurrence_of, sequences_of
 from dsf.mixers.models.weights import is_tied, reads_weight, tie, undecayed_names
 
@@ -342,7 +342,7 @@ class CausalLM(nn.Module):
             raise InputError(f"ids: expected integers [B, T] as a tensor, got {type(ids).__name__}")
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"ids: expected integers [B, T], got {ids.dtype} of shape {tuple(ids.shape)}")
-        if ids.shape[1] == 0:
+        if ids.shape[1] == 0 and world_of(self.model) is None:  # a rank's shard may be empty
             raise InputError("ids has no tokens")
         check_ids(ids, labels, self.model.embed_tokens)
         if cu_seqlens is not None:
