@@ -22,6 +22,7 @@ from dsf.parallel.collectives import Gather, Sum, Swap, drive
 from dsf.parallel.derive import adjoint, kind_of_map
 from dsf.parallel.layout import Layout, Packing
 from dsf.parallel.places import places_of
+from dsf.parallel.tokens import gather_tokens
 from dsf.parallel.world import World
 
 RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
@@ -547,6 +548,24 @@ def test_layouts():
         assert torch.equal(world.whole_of(shards), x)
         assert [s[0].tolist() for s in shards] == [world.places(8, r).tolist() for r in range(world.ranks)]
     assert Simulated(2, "headtail").places(8, 0).tolist() == [0, 1, 6, 7]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "headtail"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_whole_tensors_of_any_shape_are_gathered(layout, dtype):
+    """Token ids and losses have no axis behind T."""
+    world = Simulated(2, layout)
+    whole = torch.arange(2 * 8 * 3).reshape(2, 8, 3) % 2 + torch.arange(3)
+    for x, dim in ((whole, 1), (whole, -2), (whole[..., 0], 1), (whole[..., 0].T, 0), (whole[0, :, 0], 0)):
+        shards = [world.shard_of(rank, x.to(dtype), dim=dim)[0] for rank in range(2)]
+        for found in gather_tokens(world, shards, [4, 4], dim):
+            assert torch.equal(found, x.to(dtype))
+
+
+def test_gathered_losses_have_gradients():
+    world, x = Simulated(3, sizes=(1, 0, 4)), torch.arange(10.0).reshape(2, 5).requires_grad_()
+    (whole, *_) = gather_tokens(world, [world.shard_of(r, x)[0] for r in range(3)], [1, 0, 4])
+    torch.testing.assert_close(torch.autograd.grad(whole.square().sum(), x)[0], 2 * x)
 
 
 def test_pieces_of_packed_sequences():

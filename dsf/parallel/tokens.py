@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def gather_tokens(world: World, xs: Sequence[Tensor], lengths: Sequence[int], dim: int = 1) -> list[Tensor]:
     """The whole tensor from the shards, for each rank of this process. lengths: tokens of every rank."""
+    if xs[0].dim() == 1:
+        return [x.squeeze(0) for x in gather_tokens(world, [x.unsqueeze(0) for x in xs], lengths)]
     moved = [[x.movedim(dim, 1)] for x in xs]
     return [x.movedim(1, dim) for (x,) in gather_all(world, moved, lengths)]
 
@@ -79,7 +81,7 @@ class _Gathered(torch.autograd.Function):
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
     """[B, T, C] of tensors [B, T, ...], one beside the other."""
-    flat = [x.flatten(2) for x in parts]
+    flat = [x.flatten(2) if x.dim() > 2 else x.unsqueeze(2) for x in parts]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
 
 
