@@ -370,14 +370,15 @@ def placed(mesh):
     def run(recurrence, given, places, **options):
         leaves = {n: distribute_tensor(x, mesh["cp"], [places[n]]).requires_grad_() for n, x in given.items()}
         y, last = recurrence(**leaves, return_state=True, **options)
-        grads = torch.autograd.grad(y.full_tensor().sin().sum(), list(leaves.values()))
+        loss = y.full_tensor().sin().sum() + last.full_tensor().cos().sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()))
         return [x.full_tensor() for x in (y, last, *grads)]
 
     most = 0.0
     for recurrence, given in ((gated_delta, inputs), (mixers.ssd, ssd)):
         leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
         y, last = recurrence(**leaves, return_state=True)
-        expected = [y, last, *torch.autograd.grad(y.sin().sum(), list(leaves.values()))]
+        expected = [y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), list(leaves.values()))]
         for param, timed, how in ((Shard(0), 2, {}), (Replicate(), 0, {}), (Replicate(), 1, {"parallel": cp})):
             places = {i.name: Shard(timed) if i.kind.time else param for i in recurrence.spec.inputs}
             found = run(recurrence, given, places, **how)

@@ -6,6 +6,7 @@ are not: a shard of them without `parallel=` would start from a zero state on ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -26,6 +27,19 @@ OF_STATE = {BATCH: Shard(0), TOKENS: Replicate(), HEADS: Shard(1)}
 LOCALLY = "give each rank's own tensors, x.to_local()"
 
 
+class _Divided(torch.autograd.Function):
+    """Identity; divides the gradient among ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks, None
+
+
 @dataclass(frozen=True)
 class Dealt:
     """What every dimension of a mesh holds shards of: batch, tokens, heads, or None. whole: sizes of whole tensors."""
@@ -33,6 +47,13 @@ class Dealt:
     mesh: Any
     ways: tuple[str | None, ...]
     whole: Mapping[str, int]
+
+    def shared(self, state: Tensor) -> Tensor:
+        """A final state, of which every rank of a sequence holds the same: so it does of its gradient as a DTensor, and
+        the call sums what they hold."""
+        ranks = math.prod(self.mesh.size(d) for d, way in enumerate(self.ways) if way == TOKENS)
+        found: Tensor = state if ranks == 1 else _Divided.apply(state, ranks)
+        return found
 
     def out(self, x: Tensor, of: Mapping[str, Placement]) -> DTensor:
         """A local result as a DTensor, whose shards need not be of one size."""
@@ -75,7 +96,7 @@ def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: A
     if isinstance(found, tuple):
         if not isinstance(found[1], Tensor):
             raise InputError(f"{spec.name}: a cache of keys and values is not returned of DTensors: {LOCALLY}")
-        return dealt.out(found[0], OF_OUTPUT), dealt.out(found[1], OF_STATE)
+        return dealt.out(found[0], OF_OUTPUT), dealt.out(dealt.shared(found[1]), OF_STATE)
     return dealt.out(found, OF_OUTPUT)
 
 
