@@ -512,6 +512,18 @@ def test_places_of_tokens(layout, bounds):
                     assert torch.equal(uncounted.starts(own), every.starts(x)[:, places])
 
 
+@pytest.mark.parametrize("recurrence", [mixers.softmax_attention, mixers.fox], ids=lambda r: r.name)
+def test_attention_in_a_graph_of_any_length(recurrence):
+    """What ranks read are numbers, so that a graph is of one length; of another one there is another graph."""
+    world = Simulated(2)
+    call = torch.compile(
+        lambda given: recurrence(**given, parallel=world), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for tokens in (12, 20):
+        inputs = sample(recurrence, T=tokens)
+        torch.testing.assert_close(call(inputs), recurrence(**inputs), rtol=1e-9, atol=1e-10)
+
+
 def test_a_guard_looks_at_the_users_calls_alone():
     """Summaries and adjoints are dsf's own declarations: their inputs hold to no range."""
     inputs = {n: x.requires_grad_() for n, x in sample(gated_delta, T=9).items()}

@@ -153,6 +153,8 @@ class World:
     def packing(self, bounds: Several[int]) -> Packing:
         """Packed sequences (cu_seqlens `bounds`) over the ranks. Raises InputError where they do not fit."""
         sizes: Several[int] | None = self.sizes
+        if len(bounds) == 2:  # one sequence, whose length may be a symbol: a graph is of one, as places are numbers
+            bounds = (0, int(bounds[1]))
         if self._forward is not None:  # uneven shards come in reversed order
             sizes = self.layout.sizes(bounds[-1], self._forward.sizes)[::-1]
         return Packing.of(self.layout, bounds, sizes)
