@@ -399,10 +399,13 @@ def test_constants_that_are_not_saved_are_there_after_loading(mixer, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_torch_only_and_hugging_face_models_are_one():
-    model, ids = tiny(["gated_deltanet", "softmax_attention"]), prompt()
+@pytest.mark.parametrize("mixers", [["gated_deltanet", "softmax_attention"], ["lru"]], ids="+".join)
+def test_torch_only_and_hugging_face_models_are_one(mixers):
+    model, ids = tiny(mixers), prompt()
     plain = model.to_torch()
     assert torch.equal(plain(ids).logits, model(ids).logits)
+    types = {name: x.dtype for name, x in model.named_buffers()}
+    assert {name: x.dtype for name, x in plain.named_buffers()} == types
     assert torch.equal(hf.DsfForCausalLM.of(plain)(ids).logits, model(ids).logits)
     assert set(plain.state_dict()) == set(model.state_dict())
 

@@ -71,8 +71,8 @@ def head_apart(model: Any, weights: dict[str, Any] | None) -> dict[str, Any] | N
 
 
 def copy_weights(to: nn.Module, source: nn.Module) -> None:
-    """The parameters of `source`, in their types and on their devices, in a model of the same names, with a head of its
-    own where that of `source` is one."""
-    theirs = dict(source.named_parameters())
-    for name, p in to.named_parameters():
-        p.data = theirs[name].detach().clone()
+    """The parameters and buffers of `source`, in their types and on their devices, in a model of the same names, with a
+    head of its own where that of `source` is one."""
+    theirs = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    for name, x in (*to.named_parameters(), *to.named_buffers()):
+        x.data = theirs[name].detach().clone()
