@@ -272,6 +272,17 @@ def test_generate_is_refused_while_ranks_share_the_sequence():
             assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (1, 6)
 
 
+def test_boundaries_of_one_rank_are_refused_while_ranks_share_the_sequence():
+    """A mask's or positions' boundaries of this rank's tokens were taken for those of the whole row."""
+    model = hf.DsfForCausalLM(hf.DsfConfig(d_model=32, n_layers=1, vocab_size=11, mixers=["gla"]))
+    attach(model, type("Shared", (Simulated,), {"shard": None})(2))
+    ids, mask, places = torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4), torch.arange(4)[None]
+    assert model(ids, attention_mask=mask, position_ids=places + 4).logits.shape == (1, 4, 11)
+    for given in ({"attention_mask": mask.masked_fill(places == 0, 0)}, {"position_ids": places % 2}):
+        with pytest.raises(dsf.InputError, match=r"^DsfModel: .* over 2 ranks .* give cu_seqlens of all of them"):
+            model(ids, **given)
+
+
 def test_generate_decodes_in_the_memory_of_its_own_cache():
     model, (ids, mask) = tiny(["ssd", "softmax_attention"], tie_embeddings=False), left_padded(prompt())
     found = generated(model, ids, attention_mask=mask, return_dict_in_generate=True)

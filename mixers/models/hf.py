@@ -28,7 +28,7 @@ from dsf.mixers.models.naming import beside, constructor_of, takes
 from dsf.mixers.models.padding import Unpadded, predicted, unpadded
 from dsf.mixers.models.parts import RMSNorm, SwiGLU, check_labels, check_range, cross_entropy, linear_cross_entropy
 from dsf.mixers.models.saving import save_over
-from dsf.mixers.models.spread import refuse_decoding, targets_of
+from dsf.mixers.models.spread import padding_of, refuse_decoding, targets_of
 from dsf.mixers.models.weights import as_built, but_loaded, copy_weights, head_apart, reads_weight, undecayed_names
 
 FIELDS = tuple(ModelConfig.model_fields)
@@ -237,7 +237,8 @@ class DsfModel(DsfPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens = x.shape[:2]
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        padding = self._padding(attention_mask, bounds, batch, tokens, cache, position_ids)
+        given = attention_mask, bounds, batch, tokens, cache, position_ids
+        padding = padding_of(self, x, bounds, lambda: self._padding(*given))
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = DsfCache(self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -44,3 +45,27 @@ def refuse_decoding(name: str, model: Any) -> None:
             f"{name}: the mixers share the sequence over {world.ranks} ranks (dsf.parallel.attach), and a new token is "
             "of all of them; call dsf.parallel.attach(model, None) first: states are whole on every rank"
         )
+
+
+def padding_of(model: Any, x: Tensor, bounds: Tensor | None, find: Callable[[], Any]) -> Any:
+    """The padding that `find` finds of a call, or None. x: the tokens [B, T, ...]; bounds: cu_seqlens.
+
+    Raises InputError where ranks share the sequences and this rank's mask or positions say where some begin or end,
+    since nobody knows those of the whole row then. Every rank is told, as of other errors.
+    """
+    world = world_of(model)
+    if world is None or world.ranks == 1:
+        return find()
+    from dsf.parallel.agree import agree_layer
+
+    def look() -> None:
+        if find() is not None:
+            raise InputError(
+                f"{type(model).__name__}: attention_mask has padding or position_ids begin again, and the mixers share "
+                f"the sequence over {world.ranks} ranks (dsf.parallel.attach); leave padding out of the whole "
+                "sequences, and give cu_seqlens of all of them"
+            )
+
+    agree_layer(world, model, x, None, bounds, look)
+    look()
+    return None
