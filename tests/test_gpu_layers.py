@@ -20,6 +20,23 @@ def outcome(layer, x, dy):
     return {"y": y} | {n: g for n, g in zip(("x", *names), found, strict=True) if g is not None}
 
 
+def three_calls(layer, tokens):
+    """Each call in float32 is the definition, by blocks of 64 tokens; the last two are so bit for bit."""
+    x, dy = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
+    exact = outcome(layer, x.requires_grad_(), dy)
+    layer, calls = layer.float().cuda(), []
+    for _ in range(3):
+        calls.append(outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda()))
+        assert calls[-1].keys() == exact.keys()
+        for n, b in exact.items():
+            size, axis = (64, 1) if n in ("x", "y") else (b.shape[0], 0)
+            apart = (calls[-1][n].double().cpu() - b).split(size, axis)
+            usual = [part.norm() for part in b.split(size, axis)]
+            error = torch.stack([part.norm() for part in apart]).max() / torch.stack(usual).median().clamp(min=1e-6)
+            assert error < 1e-4, (n, error)
+    assert all(torch.equal(a, calls[2][n]) for n, a in calls[1].items())
+
+
 @pytest.mark.parametrize("tokens", [37, 130])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_s_gradients_are_the_definition_s(name, tokens):
@@ -48,16 +65,7 @@ def test_a_layer_of_other_parts(name, tokens):
     with torch.no_grad():
         for w in layer.parameters():
             w.add_(0.1 * torch.randn_like(w))
-    x, dy = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
-    exact = outcome(layer, x.requires_grad_(), dy)
-    layer, calls = layer.float().cuda(), []
-    for _ in range(3):
-        calls.append(outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda()))
-        assert calls[-1].keys() == exact.keys()
-        for n, b in exact.items():
-            error = (calls[-1][n].double().cpu() - b).norm() / b.norm().clamp(min=1e-6)
-            assert error < 1e-4, (n, error)
-    assert all(torch.equal(a, calls[2][n]) for n, a in calls[1].items())
+    three_calls(layer, tokens)
 
 
 BOTH = {"Hydra": {"d_state": 16, "headdim": 32}, "VisionMamba": {}, "VisionLSTM": {}}
@@ -66,22 +74,10 @@ BOTH = {"Hydra": {"d_state": 16, "headdim": 32}, "VisionMamba": {}, "VisionLSTM"
 @pytest.mark.parametrize("tokens", [1, 37, 4100])
 @pytest.mark.parametrize("name", BOTH)
 def test_layers_of_both_directions(name, tokens):
-    """Of 4,100 tokens kernels make the reversed copies, too. Per block of 64 tokens; three calls."""
+    """Of 4,100 tokens kernels make the reversed copies, too."""
     torch.manual_seed(0)
     layer = getattr(mixers, name)(64, **BOTH[name]).double()
-    x, dy = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
-    exact = outcome(layer, x.requires_grad_(), dy)
-    layer, calls = layer.float().cuda(), []
-    for _ in range(3):
-        calls.append(outcome(layer, x.detach().float().cuda().requires_grad_(), dy.float().cuda()))
-        assert calls[-1].keys() == exact.keys()
-        for n, b in exact.items():
-            size, axis = (64, 1) if n in ("x", "y") else (b.shape[0], 0)
-            apart = (calls[-1][n].double().cpu() - b).split(size, axis)
-            usual = [part.norm() for part in b.split(size, axis)]
-            error = torch.stack([part.norm() for part in apart]).max() / torch.stack(usual).median().clamp(min=1e-6)
-            assert error < 1e-4, (n, error)
-    assert all(torch.equal(a, calls[2][n]) for n, a in calls[1].items())
+    three_calls(layer, tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
