@@ -182,6 +182,30 @@ def test_the_bias_keeps_its_digits_over_long_sequences(T):
     torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("recurrence", [everything, forgetting, linear, gated_quotient], ids=lambda r: r.name)
+@pytest.mark.parametrize("low", [-1e30, -float("inf")])
+def test_a_decay_of_zero_clears_the_state_and_does_no_other_harm(recurrence, low):
+    """Of sigmoid(f), f as in a mask: tokens behind it see nothing before it, and one another as ever."""
+    x = drawn(recurrence, 23)
+    gate = "a" if recurrence is linear else "f"
+    x[gate][:, 4::6] = low
+    leaves = {n: z.requires_grad_() for n, z in x.items()}
+    exact = recurrence(**leaves, form="naive")
+    slopes = torch.autograd.grad(exact.square().sum(), list(leaves.values()))
+    for form in set(recurrence.forms) - {"naive"}:
+        y = recurrence(**leaves, form=form)
+        torch.testing.assert_close(y, exact)
+        for name, a, b in zip(x, torch.autograd.grad(y.square().sum(), list(leaves.values())), slopes, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+    later = {n: z if z.dim() < 3 else z[:, 9:] for n, z in x.items()}
+    _, cache = recurrence(**{n: z if z.dim() < 3 else z[:, :9] for n, z in x.items()}, return_state=True)
+    torch.testing.assert_close(recurrence(**later, initial_state=cache), exact[:, 9:])
+    for t in range(9, 23):
+        step = {n: z if z.dim() < 3 else z[:, t] for n, z in x.items()}
+        y, cache = recurrence.step(cache, **step)
+        torch.testing.assert_close(y, exact[:, t])
+
+
 def test_a_slope_s_gradient_keeps_its_digits_over_long_sequences():
     """What it takes from queries and from keys cancels but for near tokens; in float32 sums 2e-4 of it were lost."""
     x = drawn(forgotten, 2048, B=1, H=2)

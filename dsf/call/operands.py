@@ -17,14 +17,18 @@ from dsf.language.operator import split_scale
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator, number_of
 
+# Lower bound of log decays. Sums of them are subtracted from each other, so one of -1e30 would take the digits of all
+# others, and one of -inf would leave NaN; no score is larger than another by so much that e^-1000 would show.
+LEAST = -1e3
+
 
 @dataclass(frozen=True)
 class Operands:
     """A call's tensors as every form takes them, in the computing dtype, with only as many heads as differ.
 
     a: [B, H, T, N], k: [B, Hk, T, N], v: [B, Hv, T, P] of C = φ(a), B = φ(k) v (φ: exponential features, or nothing).
-    log: of the decay, and gain: both [B, Hb, T] in float64, or None. angle: [B, Ha, T, N/2 or 1], or None. gate:
-    [B, T, H, P or 1], a factor of y, and skip: added to y, or None. values: the evaluator that made them.
+    log: of the decay, at least LEAST, and gain: both [B, Hb, T] in float64, or None. angle: [B, Ha, T, N/2 or 1], or
+    None. gate: [B, T, H, P or 1], a factor of y, and skip: added to y, or None. values: the evaluator that made them.
     """
 
     a: Tensor
@@ -84,7 +88,7 @@ def rates(
     log = gain = angle = None
     if b_heads:
         assert spec.log_decays is not None
-        log = number(spec.log_decays[0])
+        log = number(spec.log_decays[0]).clamp(min=LEAST)
         gain = None if term.gain is None else number(term.gain)
     if a_heads:
         found = values(row.normal.angle).squeeze(-1)
