@@ -29,11 +29,12 @@ def row_entropies(
         return found[0], found[1] if gradient else None
     logs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     shown, place = (targets != ignored).unsqueeze(1), targets.masked_fill(targets == ignored, 0).unsqueeze(1)
-    own = (-logs.gather(1, place) * shown).squeeze(1)
+    own = torch.where(shown, -logs.gather(1, place), 0.0).squeeze(1)  # 0 where the logits are not finite, too
     if not gradient:
         return own, None
     slope = logs.exp_().scatter_add_(1, place, -torch.ones_like(place, dtype=logs.dtype))
-    return own, torch.mul(slope, shown.to(slope.dtype) / divisor, out=torch.empty_like(logits))  # rounded once
+    slope.masked_fill_(~shown, 0.0)
+    return own, torch.mul(slope, 1 / divisor.to(slope.dtype), out=torch.empty_like(logits))  # rounded once
 
 
 def launched(logits: Tensor, backend: str = "auto") -> bool:

@@ -222,6 +222,22 @@ def test_the_loss_in_pieces_is_the_loss(piece, count, monkeypatch):
         torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, count), hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_ignored_tokens_that_are_not_finite_are_ignored(bad):
+    """Padding behind which a model has no number: neither the loss nor the gradient of other tokens has it."""
+    hidden, weight, targets = torch.randn(2, 7, 16), torch.randn(31, 16), torch.randint(0, 31, (2, 7))
+    targets[1, :3] = IGNORED
+    spoiled = hidden.clone()
+    spoiled[1, :3] = bad
+    found = []
+    for given in (hidden, spoiled):
+        leaf = given.requires_grad_()
+        loss = linear_cross_entropy(leaf, weight, targets)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0].isfinite() and found[0][1][1, :3].eq(0).all()
+
+
 def test_fused_loss_trains_the_same_and_keeps_no_logits():
     plain = CausalLM(tiny(HYBRID)).double()
     fused = CausalLM(plain.config.changed(fused_loss=True)).double()
