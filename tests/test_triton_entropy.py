@@ -34,9 +34,10 @@ def test_entropies_and_their_gradient(words, dtype, tolerance, monkeypatch):
     logits = (8 * torch.randn(9, words)).to(dtype)
     targets, divisor = torch.randint(0, words, (9,)), torch.tensor(7.0)
     targets[3] = IGNORED
+    logits[3, 0] = torch.nan  # of which nobody asks
     logits[5, : words // 2] = -torch.inf  # what a model must not say
     targets[5] = words - 1
-    wide = logits.double().requires_grad_()
+    wide = logits.double().nan_to_num(nan=0.0, neginf=-torch.inf).requires_grad_()
     exact = F.cross_entropy(wide, targets, reduction="none")
     (slope,) = torch.autograd.grad(exact.sum() / 7, wide)
     for _ in range(3):
@@ -58,6 +59,17 @@ def test_a_certain_word_keeps_the_digits_of_its_gradient():
     found = row_entropies(logits, targets, torch.tensor(1.0), backend="triton")[1]
     assert abs(exact[0, 3]) < 1e-4
     torch.testing.assert_close(found.double(), exact, rtol=5e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("level", [-1e30, -3e4, 3e4, 1e30])
+def test_logits_of_any_level_have_the_entropies_of_their_differences(level):
+    """Beside 3e4 float32 keeps 2e-3 of the logarithm of a sum, beside 1e30 nothing."""
+    logits, targets = (level + torch.randn(4, 40).round(decimals=1)).float(), torch.arange(4)
+    wide = logits.double().requires_grad_()
+    exact = F.cross_entropy(wide, targets, reduction="none")
+    own, found = row_entropies(logits, targets, torch.tensor(1.0), backend="triton")
+    torch.testing.assert_close(own.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), torch.autograd.grad(exact.sum(), wide)[0], rtol=1e-5, atol=1e-7)
 
 
 def test_a_target_that_is_no_word_shows():

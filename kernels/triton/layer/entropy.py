@@ -26,14 +26,14 @@ def entropy_rows(logits, targets, divisor, own, slopes, V, IGNORED: tl.constexpr
         total = total * tl.exp(top - new) + tl.exp(x - new)
         top = new
     most = tl.max(top, 0)
-    whole = most + tl.log(tl.sum(total * tl.exp(top - most), 0))
+    rest = tl.log(tl.sum(total * tl.exp(top - most), 0))  # less the maximum, beside which it may have no digits
     shown, known = target != IGNORED, (target >= 0) & (target < V)
     there = tl.load(logits + target, mask=shown & known, other=float("nan")).to(tl.float32)
-    tl.store(own + row, tl.where(shown, whole - there, 0.0))
+    tl.store(own + row, tl.where(shown, rest + (most - there), 0.0))
     if slopes is not None:
         share = tl.where(shown, 1.0 / tl.load(divisor).to(tl.float32), 0.0)
         slopes += row * V
         for start in range(0, V, SIZE):
             x = tl.load(logits + start + at, mask=start + at < V, other=0.0).to(tl.float32)
-            slope = (tl.exp(x - whole) - tl.where(start + at == target, 1.0, 0.0)) * share
+            slope = (tl.exp(x - most - rest) - tl.where(start + at == target, 1.0, 0.0)) * share
             tl.store(slopes + start + at, tl.where(shown, slope, 0.0).to(slopes.dtype.element_ty), mask=start + at < V)
