@@ -197,6 +197,27 @@ def test_states_that_overflow_float32_stay_finite_when_stabilised():
     assert error(y, oracle) < 1e-4
 
 
+@dsf.recurrence
+def faint(q: Key, k: Key, v: Value, i: Scalar, f: Scalar, s: dsf.Param[Scalar]):
+    """A sink beside tokens that hardly weigh anything."""
+    rule = lambda num, den, one: num / (den + dsf.exp(s) * one)  # noqa: E731
+    return System(A=sigmoid(f), B=dsf.exp(i) * dsf.elu1(k) * v, C=dsf.elu1(q), normalize=rule)
+
+
+@pytest.mark.parametrize("form", [f for f in faint.forms if f != "naive"])
+@pytest.mark.parametrize("gate, sink", [(-90.0, -90.0), (-200.0, -195.0), (-120.0, 20.0)])
+def test_the_number_one_has_its_scale_beside_gains_that_are_small(form, gate, sink):
+    inputs = structures.sample(faint, T=20)
+    inputs["i"], inputs["s"] = inputs["i"] + gate, torch.full_like(inputs["s"], sink)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    found = []
+    for way in ("naive", form):
+        y = faint(**inputs, form=way)
+        found.append([y, *torch.autograd.grad(y.sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9 * float(a.detach().abs().max()))
+
+
 def _above_one(n, d, one):
     return n / dsf.maximum(dsf.abs(d), one)
 

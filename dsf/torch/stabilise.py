@@ -23,6 +23,9 @@ EMPTY = -1e30  # running maximum before the first write
 # Lower bound of log decays in the running maximum. Any bound is valid, but a token that decays by more can underflow to
 # 0/0, and with a much lower one rounding errors of sums over T tokens in float32 could exceed e^±80.
 FLOOR = -1e3
+# Logarithm of the most that the number 1 is in the scale of num and den: e^80 leaves float32 room for a factor of 10^3,
+# and num is nothing beside it unless the rule has a small factor of 1, such as a sink of e^-90.
+MOST = {torch.float32: 80.0, torch.float64: 350.0}
 
 
 def largest_gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, int]) -> Tensor | None:
@@ -78,7 +81,7 @@ def stabilise(
         level = torch.maximum(top, own if layout.gain > 1 else own.amax(-1, keepdim=True))
     rescale = tiled(top - level, layout).exp()
     skip = _gauged_skip(spec, values, layout, level)
-    one = (-level).clamp(max=80.0).exp()  # beyond e^80 num and den are negligible against 1, and float32 would overflow
+    one = (-level).clamp(max=MOST[level.dtype]).exp()
     return replace(problem, **changes), start, rescale, skip, one, after[:, -1]  # type: ignore[arg-type]
 
 
