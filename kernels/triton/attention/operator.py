@@ -159,14 +159,11 @@ class _Differentiable(torch.autograd.Function):
         return dq, dk, dv, dlog[0] if dlog else None, None, None
 
 
-def _differentiable(*args: Any) -> Any:
-    return _Differentiable.apply(*args)
-
-
 attention = operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? log, float scale, int window) -> (Tensor, Tensor, Tensor)",
-    _forward, _differentiable,
-)  # fmt: skip
+    _forward,
+    _Differentiable.apply,
+)
 attention_adjoint = operator(
     "attention_adjoint(Tensor q, Tensor k, Tensor v, Tensor c, Tensor y, Tensor lse, Tensor dy, Tensor dlse, "
     "float scale, int window, bool wide) -> Tensor[]",

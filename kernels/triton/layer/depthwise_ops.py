@@ -77,10 +77,6 @@ class _Summed(torch.autograd.Function):
 
 
 depthwise_convolution = operator(
-    "depthwise_convolution(Tensor x, Tensor taps, bool back) -> Tensor",
-    _forward,
-    lambda *given: _Convolved.apply(*given),
+    "depthwise_convolution(Tensor x, Tensor taps, bool back) -> Tensor", _forward, _Convolved.apply
 )
-depthwise_sums = operator(
-    "depthwise_sums(Tensor dy, Tensor x, int taps) -> Tensor", _sums, lambda *given: _Summed.apply(*given)
-)
+depthwise_sums = operator("depthwise_sums(Tensor dy, Tensor x, int taps) -> Tensor", _sums, _Summed.apply)

@@ -209,10 +209,6 @@ class _DifferentiableSum(torch.autograd.Function):
         return of_x, of_other, found[1], None, None
 
 
-def _differentiable_sum(*args: Any) -> Any:
-    return _DifferentiableSum.apply(*args)
-
-
 _GIVEN = (
     "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, int activation, float eps, "
     "ScalarType dtype"
@@ -221,7 +217,8 @@ gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiab
 gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)
 gated_norm_again = operator(f"gated_norm_again(Tensor dy, {_GIVEN}) -> Tensor[]", _again)
 _LAST = "Tensor? weight, float eps, ScalarType dtype"
-added_norm = operator(f"added_norm(Tensor x, Tensor other, {_LAST}) -> (Tensor, Tensor)", _added, _differentiable_sum)
+_SUM = f"added_norm(Tensor x, Tensor other, {_LAST}) -> (Tensor, Tensor)"
+added_norm = operator(_SUM, _added, _DifferentiableSum.apply)
 added_norm_backward = operator(
     f"added_norm_backward(Tensor dy, Tensor? dtotal, Tensor total, {_LAST}) -> Tensor[]", _added_backward
 )

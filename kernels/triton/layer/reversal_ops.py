@@ -96,11 +96,7 @@ class _Joined(torch.autograd.Function):
         return next(rest) if ctx.late else dy, dback, *(None if y is None else next(rest) for y in (x, gain)), None
 
 
-def _differentiable(*args: Any) -> Any:
-    return _Joined.apply(*args)
-
-
 _GIVEN = "Tensor? x, Tensor? gain, int late"
 reverse = operator("reverse_tokens(Tensor x) -> Tensor", _reverse, _Reversed.apply)
-join = operator(f"join(Tensor ahead, Tensor back, {_GIVEN}) -> Tensor", _join, _differentiable)
+join = operator(f"join(Tensor ahead, Tensor back, {_GIVEN}) -> Tensor", _join, _Joined.apply)
 join_backward = operator(f"join_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _pulled)

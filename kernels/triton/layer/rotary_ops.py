@@ -52,11 +52,8 @@ class _Differentiable(torch.autograd.Function):
         return *turn_pairs(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-def _differentiable(*args: Any) -> Any:
-    return _Differentiable.apply(*args)
-
-
 turn_pairs = operator(
     "turn_pairs(Tensor q, Tensor k, Tensor cos, Tensor sin, float scale, bool back) -> (Tensor, Tensor)",
-    _turned, _differentiable,
-)  # fmt: skip
+    _turned,
+    _Differentiable.apply,
+)
