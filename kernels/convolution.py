@@ -159,14 +159,17 @@ def _check(x: Tensor, activation: str | None, pieces: tuple[Piece, ...]) -> None
         raise ValueError(f"pieces of {widths} channels, in whole heads, do not make the {x.shape[-1]} channels of x")
 
 
-def _chosen(x: Tensor, weight: Tensor, backend: str, pieces: tuple[Piece, ...]) -> bool:
-    """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
+def asks_for_kernels(backend: str, x: Tensor) -> bool:
+    """Whether a call on x asks for Triton kernels. Raises ValueError for an unknown backend."""
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
-    if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
-        return False
+    return backend == "triton" or (backend == "auto" and x.is_cuda and TRITON)
+
+
+def _chosen(x: Tensor, weight: Tensor, backend: str, pieces: tuple[Piece, ...]) -> bool:
+    """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
     taps, heads = weight.shape[-1], {p.head for p in pieces} - {0}
-    fits = 2 <= taps <= LARGEST and x.dtype in KINDS and x.numel() > 0
+    fits = asks_for_kernels(backend, x) and 2 <= taps <= LARGEST and x.dtype in KINDS and x.numel() > 0
     fits = fits and all(h & (h - 1) == 0 and h <= 512 for h in heads) and len(heads) < 2
     if not fits and backend == "triton":
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsf.kernels.convolution import KINDS, TRITON
+from dsf.kernels.convolution import KINDS, asks_for_kernels
 
 
 def row_entropies(
@@ -39,10 +39,8 @@ def row_entropies(
 
 def launched(logits: Tensor, backend: str = "auto") -> bool:
     """True for the Triton kernel. Raises where backend='triton' was asked for and it cannot run."""
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
-    if backend == "triton" and logits.dtype not in KINDS:
+    asked, fits = asks_for_kernels(backend, logits), logits.dtype in KINDS
+    if backend == "triton" and not fits:
         raise ValueError(f"the fused entropies take float32, bfloat16 or float16, got {logits.dtype}")
-    fits = logits.is_cuda and TRITON and logits.dtype in KINDS and logits.numel() > 0
     alone = not torch.compiler.is_compiling() and not hasattr(logits, "device_mesh")
-    return backend == "triton" or (backend == "auto" and fits and alone)
+    return asked and (backend == "triton" or (fits and logits.numel() > 0 and alone))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsf.kernels.convolution import KINDS, TRITON
+from dsf.kernels.convolution import KINDS, asks_for_kernels
 
 LARGEST = 8  # most mixtures of the GPU kernels
 
@@ -41,12 +41,10 @@ def token_mixtures(
 
 def _chosen(x: Tensor, other: Tensor, shares: Sequence[Tensor], more: Tensor | None, backend: str) -> bool:
     """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
-    if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
-        return False
     kinds = {s.dtype for s in shares}
-    fits = x.dtype == other.dtype and len(kinds) == 1 and {x.dtype, *kinds} <= set(KINDS)
+    fits = (
+        asks_for_kernels(backend, x) and x.dtype == other.dtype and len(kinds) == 1 and {x.dtype, *kinds} <= set(KINDS)
+    )
     fits = fits and len(shares) <= LARGEST and x.numel() > 0 and (more is None or more.dtype == x.dtype)
     if not fits and backend == "triton":
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsf.kernels.convolution import KINDS, TRITON
+from dsf.kernels.convolution import KINDS, asks_for_kernels
 from dsf.kernels.product import few, linear, older
 
 LARGEST = 16384  # most numbers of a group in the GPU kernels
@@ -158,15 +158,10 @@ def _chosen(x: Tensor, gate: Tensor | None, activation: str, backend: str, size:
     """True for the Triton kernels. Raises where backend='triton' was asked for and they cannot run."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; gates have 'silu', 'sigmoid' or 'gelu'")
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
     if gate is not None and gate.shape != x.shape:
         raise ValueError(f"a gate {list(gate.shape)} for numbers {list(x.shape)}: shapes must be the same")
-    if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
-        return False
     kinds = [x.dtype] if gate is None else [x.dtype, gate.dtype]
-    fits = size <= LARGEST and x.numel() > 0
-    fits = fits and all(k in KINDS for k in kinds)
+    fits = asks_for_kernels(backend, x) and size <= LARGEST and x.numel() > 0 and all(k in KINDS for k in kinds)
     if not fits and backend == "triton":
         raise ValueError(
             f"the fused norm takes float32, bfloat16 or float16 and groups of at most {LARGEST}; got {kinds}, {size}"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsf.kernels.convolution import KINDS, TRITON
+from dsf.kernels.convolution import KINDS, asks_for_kernels
 
 LEAST = 1 << 20  # bytes; of fewer the host's time counts, of which torch's flip takes less
 
@@ -60,13 +60,8 @@ def _later(x: Tensor, by: int) -> Tensor:
 
 def _chosen(backend: str, *given: Tensor, least: int = 0) -> bool:
     """True for the Triton kernels. least: bytes from which on "auto" takes them."""
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
-    x = given[0]
-    if backend == "torch" or (backend == "auto" and not (x.is_cuda and TRITON)):
-        return False
-    fits = {y.dtype for y in given} <= set(KINDS) and len({y.dtype for y in given}) == 1
-    fits = fits and x.dim() > 2 and x.numel() > 0
+    x, kinds = given[0], {y.dtype for y in given}
+    fits = asks_for_kernels(backend, x) and kinds <= set(KINDS) and len(kinds) == 1 and x.dim() > 2 and x.numel() > 0
     if backend == "triton" and not fits:
         raise ValueError(
             f"the kernels of reversed tokens take [B, T, ...] of one type, float32, bfloat16 or float16; got "

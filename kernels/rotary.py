@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsf.kernels.convolution import KINDS, TRITON
+from dsf.kernels.convolution import KINDS, asks_for_kernels
 
 LARGEST = 512  # most pairs of a head in the GPU kernel
 
@@ -64,11 +64,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
 
 def _chosen(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str) -> bool:
     """True for the Triton kernel. Raises where backend='triton' was asked for and it cannot run."""
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
-    if backend == "torch" or (backend == "auto" and not (q.is_cuda and TRITON)):
-        return False
-    fits = q.dtype == k.dtype and q.dtype in KINDS
+    fits = asks_for_kernels(backend, q) and q.dtype == k.dtype and q.dtype in KINDS
     fits = fits and cos.dtype == sin.dtype and cos.dtype in KINDS
     fits = fits and not (cos.requires_grad or sin.requires_grad)
     fits = fits and q.numel() > 0 and k.numel() > 0 and q.shape[-1] % 2 == 0 and q.shape[-1] <= 2 * LARGEST
