@@ -49,9 +49,8 @@ def _make(operands: Sequence[Tensor], prologue: str) -> list[Tensor]:
     return made
 
 
-def _pull(given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]) -> list[Tensor]:
+def pulled(known: Prologue, given: Sequence[Tensor], operands: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of the operands that need one, in order, from the gradients `given` of all outputs."""
-    known = PROLOGUES[prologue]
     call = Pointwise(known, operands)
     call.tensors |= {f".d{m.name}": x for m, x in zip(known.made, given, strict=True)}
     wanted = [(a, x) for a, x, need in zip(known.inputs, operands, needs, strict=True) if need]
@@ -59,6 +58,10 @@ def _pull(given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, ne
     call.tensors |= {f".grad_{a.role}": call.room(a, x) for a, x in wanted}
     call.launch("adjoint")
     return [gathered(a, call.need(f".grad_{a.role}"), x) for a, x in wanted]
+
+
+def _pull(given: Sequence[Tensor], operands: Sequence[Tensor], prologue: str, needs: Sequence[bool]) -> list[Tensor]:
+    return pulled(PROLOGUES[prologue], given, operands, needs)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.operators import operator
-from dsf.kernels.triton.pointwise.programs import Pointwise, gathered
-from dsf.kernels.triton.pointwise.prologue_ops import Prologue
+from dsf.kernels.triton.pointwise.programs import Pointwise
+from dsf.kernels.triton.pointwise.prologue_ops import Prologue, pulled
 from dsf.kernels.triton.registry import Registry
 
 TOKENWISE: Registry[Prologue] = Registry("tokenwise")
@@ -33,15 +33,7 @@ def _made(operands: Sequence[Tensor], function: str, dtype: torch.dtype) -> Tens
 
 
 def _pulled(given: Tensor, operands: Sequence[Tensor], function: str, needs: Sequence[bool]) -> list[Tensor]:
-    """Gradients of the operands that need one, in order, from the gradient of the result."""
-    known = TOKENWISE[function]
-    call = Pointwise(known, operands)
-    call.tensors[f".d{known.made[0].name}"] = given
-    wanted = [(a, x) for a, x, need in zip(known.inputs, operands, needs, strict=True) if need]
-    call.tensors |= {f".grad_{a.role}": None for a in known.inputs}
-    call.tensors |= {f".grad_{a.role}": call.room(a, x) for a, x in wanted}
-    call.launch("adjoint")
-    return [gathered(a, call.need(f".grad_{a.role}"), x) for a, x in wanted]
+    return pulled(TOKENWISE[function], [given], operands, needs)
 
 
 class _Differentiable(torch.autograd.Function):
