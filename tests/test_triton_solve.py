@@ -9,11 +9,13 @@ from test_solve import least_squares, two_squares
 
 import dsf
 from dsf import Key, Memory, Param, Scalar, System, Value, learn, mixers, norm2, sigmoid
+from dsf.call.bind import bind
 from dsf.kernels.triton.pointwise.programs import PROGRAMS
 from dsf.kernels.triton.solve.operator import ROWS, solve_mixer
+from dsf.language.expr import KEY, const, inputs_of, symbol_of
 from dsf.language.solve import weighted
 from dsf.triton.chunk import program_of
-from dsf.triton.solve import matched
+from dsf.triton.solve import _Operands, matched
 
 pytestmark = interpreted
 S = Memory()
@@ -182,6 +184,14 @@ def test_which_systems_the_kernels_take():
     found, _ = outcome(pulled_elsewhere, given, None, torch.float32, slopes, backend="triton")
     assert all(worst(found[key], expected) < 2e-5 for key, expected in exact.items())
     assert "steps in float32" in mixers.mesanet.plan(T=100, N=160, P=16, device="cuda").kernel
+
+
+def test_inputs_that_need_no_computing_are_not_converted():
+    spec = three_squares.spec
+    bound = bind(spec, (), drawn(three_squares, 3, 16, 4, torch.bfloat16))
+    for half in (const(0.5) * symbol_of("l", None, frozenset({KEY})), const(2)):
+        made = _Operands(spec, bound, [spec.readout, half]).values.values
+        assert [x.attrs[0] for x in made if x.op == "input"] == [x.attrs[0] for x in inputs_of(half)]
 
 
 def test_another_process_finds_the_program_by_the_declaration():

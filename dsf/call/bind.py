@@ -320,10 +320,10 @@ def environment(
     """Input nodes -> tensors [B, T, H, n, p] in the computing dtype (size one where an axis is absent).
 
     timed: replaces the per-token tensors (a slice or a repacking of them), and so B and T. compact: an input with one
-    head keeps one.
+    head keeps one. only: the names of the inputs that are wanted; 0 stands for them where there are none.
     """
     env: dict[Expr, Tensor] = {}
-    for entry in spec.inputs:
+    for entry in spec.inputs if only is None else [i for i in spec.inputs if i.name in only]:
         x = bound.tensors[entry.name] if timed is None else timed.get(entry.name, bound.tensors[entry.name])
         x = x.to(bound.compute)
         pieces = x.unbind(2) if entry.kind.steps is not None else (x,)
@@ -333,7 +333,7 @@ def environment(
             node = node.args[0] if entry.kind.pair else node
             alike = compact and piece.shape[-1 - len(entry.kind.axes)] == 1
             env[node] = named_axes(entry.kind, piece, 1 if alike else bound.sizes.heads)
-    return env
+    return env or {const(0): bound.zero()}
 
 
 def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:

@@ -99,17 +99,15 @@ def rates(
 
 def rates_alone(spec: Spec, bound: Bound, timed: Timed) -> Evaluator:
     """The evaluator for `rates` and the quotient, of only the inputs that these take."""
-    env = environment(_of_rates(spec), bound, timed) or {spec.readout: bound.zero()}
-    return Evaluator(env, bound.sizes.keys, bound.sizes.p)
+    return Evaluator(environment(spec, bound, timed, only=_of_rates(spec)), bound.sizes.keys, bound.sizes.p)
 
 
 @derived
-def _of_rates(spec: Spec) -> Spec:
-    """The declaration with only the inputs of `rates` and the quotient."""
+def _of_rates(spec: Spec) -> set[str]:
+    """The inputs of `rates` and the quotient."""
     row, gain = spec.rows[0], spec.rows[0].terms[0].gain
     parts = [row.normal.angle, *(spec.log_decays or ()), gain, spec.rule]
-    names = {i.attrs[0] for i in inputs_of(*(x for x in parts if x is not None))}
-    return replace(spec, inputs=tuple(i for i in spec.inputs if i.name in names))
+    return {i.attrs[0] for i in inputs_of(*(x for x in parts if x is not None))}
 
 
 def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tensor, Tensor, float]:

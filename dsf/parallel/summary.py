@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, Sizes, named_axes
+from dsf.call.bind import Bound, Sizes, environment
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.affine import Frame
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of
@@ -185,17 +185,8 @@ class Summary:
 
     def _values(self, x: Expr, begin: int, end: int) -> Tensor:
         """The values of an expression on tokens begin ... end [B|1, T|1, H|1, n, p]."""
-        spec, part = self.recurrence.spec, self.part(begin, end)
-        used = {i.attrs[0] for i in inputs_of(x)} or {spec.inputs[0].name}
-        values = {}
-        for entry in spec.inputs:
-            if entry.name not in used:
-                continue
-            given = part[entry.name].to(self.bound.compute)
-            steps = given.unbind(2) if entry.kind.steps is not None else (given,)
-            for step, piece in enumerate(steps):
-                node = Expr("input", (), (entry.name, step if entry.kind.steps is not None else None), entry.kind.axes)
-                values[node] = named_axes(entry.kind, piece, self.sizes.heads)
+        used = {i.attrs[0] for i in inputs_of(x)}
+        values = environment(self.recurrence.spec, self.bound, self.part(begin, end), only=used)
         return Evaluator(values, self.sizes.keys, self.sizes.p)(x)
 
 

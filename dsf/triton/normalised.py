@@ -154,6 +154,5 @@ def finish(
 
 def _values(spec: Spec, bound: Bound, timed: Mapping[str, Tensor], roots: list[Expr]) -> Evaluator:
     """An evaluator for roots, with only the inputs that they use."""
-    used = {x.attrs[0] for x in inputs_of(*roots)}
-    few = replace(spec, inputs=tuple(i for i in spec.inputs if i.name in used) or spec.inputs[:1])
-    return Evaluator(environment(few, bound, timed), bound.sizes.keys, bound.sizes.p)
+    env = environment(spec, bound, timed, only={x.attrs[0] for x in inputs_of(*roots)})
+    return Evaluator(env, bound.sizes.keys, bound.sizes.p)
