@@ -13,7 +13,7 @@ from dsf.parallel import Link, Sequence, fused
 from dsf.parallel.collectives import Gather
 from dsf.parallel.exchange import AllGather, _frame, _payload
 from dsf.parallel.rank import Rank
-from dsf.parallel.summary import summary_of
+from dsf.parallel.summary import Summary
 
 FAR = Link(30e-6, 45e9)  # between nodes: assumed, not measured
 BLOCK = 256  # tokens
@@ -318,7 +318,7 @@ def pieces(recurrence, given, cp, clock):
     adds on the host.
     """
     bound, plan = recurrence._calls.prepare(recurrence.spec, (), given, None, "auto", "auto")
-    summary = summary_of(recurrence, bound, "auto", "auto")
+    summary = Summary(recurrence, bound, "auto", "auto")
     found = {"fused": fused.fits(recurrence.spec, bound, plan)}
     rank = Rank(cp.rank, cp.layout, summary, None, None)
     if found["fused"]:

@@ -34,7 +34,7 @@ from dsf.parallel.exchange import exchange_of
 from dsf.parallel.generic import Job
 from dsf.parallel.layout import host_bounds
 from dsf.parallel.rank import Rank, differentiable, no_autocast
-from dsf.parallel.summary import summary_of
+from dsf.parallel.summary import Summary
 from dsf.parallel.world import Simulated, World, world_of
 
 Route = fused.Route | generic.Route | softmax.Route
@@ -185,7 +185,7 @@ def _run(
     for number, (bound, _) in zip(world.here, bound_of, strict=True):
         check_tokens(spec.name, world, number, bound.sizes.batch, bound.sizes.tokens, bounds)
     given, bound_of = bound_of, [(of_enough_digits(spec, b, plan, spread=True), plan) for b, plan in bound_of]
-    summaries = [summary_of(recurrence, bound, form, backend) for bound, _ in bound_of]
+    summaries = [Summary(recurrence, bound, form, backend) for bound, _ in bound_of]
     first = summaries[0]
     if state is not None:
         for summary in summaries:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsf.parallel.collectives import tied
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragments, rows_of_slots, tokens_of_rows
-from dsf.parallel.summary import Summary, hollow, summary_of
+from dsf.parallel.summary import Summary, hollow
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Rank:
 
     def summary_of(self, tensors: Several[Tensor]) -> Summary:
         """The summary of a call with these inputs."""
-        own = self.summary
-        given = dict(zip(own.bound.tensors, tensors, strict=True))
-        return summary_of(own.recurrence, replace(own.bound, tensors=given), own.form, own.backend)
+        bound = self.summary.bound
+        given = dict(zip(bound.tensors, tensors, strict=True))
+        return replace(self.summary, bound=replace(bound, tensors=given))
 
     def _again(self, summary: Summary, initial: Tensor | None) -> Rank:
         found = object.__new__(type(self))

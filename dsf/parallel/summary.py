@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -190,14 +190,7 @@ class Summary:
         return Evaluator(values, self.sizes.keys, self.sizes.p)(x)
 
 
-def summary_of(recurrence: Recurrence, bound: Bound, form: str, backend: str) -> Summary:
-    """The summary of one shard's call."""
-    return Summary(recurrence, bound, form, backend)
-
-
 def hollow(summary: Summary) -> Summary:
     """The summary with the tensors' names, sizes and dtypes but no tensors, which autograd's graph saves itself."""
     bound = summary.bound
-    nothing = dict.fromkeys(bound.tensors, NOTHING)
-    empty = Bound(nothing, bound.sizes, bound.dtype, bound.compute, bound.device)
-    return summary_of(summary.recurrence, empty, summary.form, summary.backend)
+    return replace(summary, bound=replace(bound, tensors=dict.fromkeys(bound.tensors, NOTHING)))
