@@ -36,7 +36,7 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
     if way == "headtail":
         ranks = chance.randint(1, max(1, min(3, example.tokens // 2)))
         example = replace(example, tokens=example.tokens // (2 * ranks) * 2 * ranks, cuts=())
-        world = Simulated(ranks, "headtail", exchange=_exchange(subject, chance, ranks, 1))
+        world = Simulated(ranks, "headtail", exchange=_exchange(subject, chance, 1))
     else:
         sizes = lengths(example.bounds)
         if way == "packed":
@@ -45,7 +45,7 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
             sizes = lengths([0, *cuts, example.tokens])
         sizes.insert(chance.randint(0, len(sizes)), 0)
         nodes = 2 if len(sizes) % 2 == 0 else 1
-        world = Simulated(len(sizes), sizes=sizes, nodes=nodes, exchange=_exchange(subject, chance, len(sizes), nodes))
+        world = Simulated(len(sizes), sizes=sizes, nodes=nodes, exchange=_exchange(subject, chance, nodes))
     packed = torch.tensor(example.bounds, device=subject.device) if way == "packed" else None
     rows = len(example.bounds) - 1 if packed is not None else 0
     inputs, state = subject.inputs(example), subject.state(example, rows)
@@ -69,7 +69,7 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
         yield _worth(subject, form, example, inputs, y)
 
 
-def _exchange(subject: Subject, chance: random.Random, ranks: int, nodes: int) -> str:
+def _exchange(subject: Subject, chance: random.Random, nodes: int) -> str:
     """A random exchange that the recurrence supports."""
     spec = subject.recurrence.spec
     if spec.is_attention or kind_of_map(spec) == "channel":

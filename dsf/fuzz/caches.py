@@ -58,7 +58,7 @@ def blank(state: State) -> State:
     return torch.zeros_like(state)
 
 
-def given_type(recurrence: Recurrence, case: Case, state: State) -> State:
+def given_type(case: Case, state: State) -> State:
     """A float64 state in the dtypes of a call's initial state; keys and values get the inputs' dtype."""
     wide = torch.float64 if case.dtype == "float64" else torch.float32
     found = changed(state, lambda x: x.to(wide))

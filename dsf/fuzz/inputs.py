@@ -89,7 +89,7 @@ def states(recurrence: Recurrence, ranges: Ranges, case: Case) -> list[State | N
         inputs[entry.name] = draw_tensor(ranges[entry.name], regime, shape, entry.kind, _seed(case, entry.name, 0))
     with torch.no_grad():
         state = recurrence(**inputs, return_state=True, form="recurrent", backend="torch")[1]
-    state = given_type(recurrence, case, state)
+    state = given_type(case, state)
     return [rows_of(state, range(at, at + case.rows)) for at in range(0, case.calls * case.rows, case.rows)]
 
 

@@ -220,7 +220,7 @@ def _check_rule(spec: Spec, rule: Expr) -> None:
                     f"in `{x}`, which both have in common; give what stands there an input of its own, or name another "
                     "drive"
                 )
-    if (spec.is_stabilised or spec.is_softmax) and not _is_homogeneous(spec, rule):
+    if (spec.is_stabilised or spec.is_softmax) and not _is_homogeneous(rule):
         cause = "exponential features keep" if spec.is_softmax else "exp(…) in B keeps"
         raise TraceError(
             f"normalize = {rule} changes when num and den are scaled alike, but {cause} the state at a scale "
@@ -234,7 +234,7 @@ def _shared(spec: Spec) -> list[Expr]:
     return [x for t in terms for x in (t.key, t.gain) if x is not None]
 
 
-def _is_homogeneous(spec: Spec, rule: Expr) -> bool:
+def _is_homogeneous(rule: Expr) -> bool:
     """Whether rule(c num, c den, c one) == rule(num, den, one), tested on random numbers."""
     generator = torch.Generator().manual_seed(0)
 

@@ -94,7 +94,7 @@ def route_of(
     Shards have equal lengths, or world.sizes, or those of the layout for cu_seqlens; others raise InputError.
     """
     spec = recurrence.spec
-    tokens = _total(world, shards, bounds, spec.name)
+    tokens = _total(world, shards, bounds)
     packing = world.packing([0, tokens] if bounds is None else bounds)
     for rank, bound in zip(world.here, shards, strict=True):
         if bound.sizes.tokens != packing.tokens(rank):
@@ -111,7 +111,7 @@ def route_of(
     return Route(recurrence, packing, bounds, likes, form, wanted, kernels)
 
 
-def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None, name: str) -> int:
+def _total(world: World, shards: Sequence[Bound], bounds: list[int] | None) -> int:
     """The number of tokens of the whole sequence."""
     if bounds is not None:
         return bounds[-1]

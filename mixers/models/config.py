@@ -61,7 +61,7 @@ class ModelConfig(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise InputError(_in_words(error, fields)) from None
+            raise InputError(_in_words(error)) from None
 
     @field_validator("mixers", mode="before")
     @classmethod
@@ -197,7 +197,7 @@ def _as_read(options: Any) -> Any:
     return [_as_read(value) for value in options] if isinstance(options, list | tuple) else options
 
 
-def _in_words(error: ValidationError, fields: dict[str, Any]) -> str:
+def _in_words(error: ValidationError) -> str:
     """The first error as a message with the user's field names."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])

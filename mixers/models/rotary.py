@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 def positions_of(
-    batch: int,
     tokens: int,
     device: torch.device,
     past: Tensor | None = None,
     cu_seqlens: Tensor | Packing | None = None,
 ) -> Tensor:
-    """Position of every token in its sequence, int64 [batch, tokens] (one row where nothing tells rows apart).
+    """Position of every token in its sequence, int64 [B, tokens] (one row where nothing tells rows apart).
 
     past: [S] tokens that each sequence has seen before this call, or None. cu_seqlens: [S + 1] boundaries of
     sequences packed along the tokens.
@@ -113,7 +112,7 @@ class RotaryAttention(SoftmaxAttention):
             places = places_of(world, x, cu_seqlens, True)
             if places is not None:
                 return places.positions(past)
-        return positions_of(x.shape[0], x.shape[1], x.device, past, tensor_of(cu_seqlens, x.device))
+        return positions_of(x.shape[1], x.device, past, tensor_of(cu_seqlens, x.device))
 
     def arguments(
         self, u: Tensor, side: Side, span: Span, cos: Tensor | None = None, sin: Tensor | None = None

@@ -306,7 +306,7 @@ def _chunk_matrix_backward(
         if kept:
             passed = kept[1]
             outputs = Outputs(None, None, None, states, None, None)
-            forward_launch(call, solve, kept[0], outputs, (0, call.chunks), True, call.finer)
+            forward_launch(call, solve, kept[0], outputs, (0, call.chunks), call.finer)
         elif delta:
             entries = call.entries(call.chunks, call.terms.kept)
     if not kept and not at_once:

@@ -158,7 +158,7 @@ def load_parted(high, low, local, keys, N: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_earlier(running, local, keys, N: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+def load_earlier(running, local, keys, N: tl.constexpr, GROUP: tl.constexpr):
     """G_{i - 1} of the first row of every row's group, in a chunk [L, BK], zero in front of the first."""
     if GROUP > 1:
         local = local // GROUP * GROUP
@@ -252,7 +252,7 @@ def rank_one_chunk(q, b, a, k, g, own, given, kept, table, sizes, C: tl.constexp
     for first in tl.range(0, C.N, C.BK, num_stages=1):
         keys = first + tl.arange(0, C.BK)
         total = load_chunk(running, local, keys, C.N, C.BK)
-        before = load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
+        before = load_earlier(running, local, keys, C.N, C.GROUP)
         last = tl.load(running + (C.L - 1) * C.N + keys, mask=keys < C.N, other=0.0)
         erases = load_rows(b.at, b.token, rows, end, keys, C.N, C.BK, tl.float32) * tl.exp2(before)
         out = tl.dot(inverse, erases.to(C.SOLVED), erases, input_precision=C.PRECISION)
@@ -298,7 +298,7 @@ def _scores(
                 at = own - log
             else:
                 tl.debug_barrier()  # G is read again, by other threads
-                at = load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
+                at = load_earlier(running, local, keys, C.N, C.GROUP)
             if C.DECAY is not None:  # or it would be made twice, where another layout is wanted
                 own = load_chunk(running, local, keys, C.N, C.BK)
         rows_x = load_rows(x.at, x.token, rows, end, keys, C.N, C.BK, C.KIND)

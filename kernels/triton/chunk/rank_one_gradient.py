@@ -300,7 +300,7 @@ def _of_a_vector(
     rows_1 = rows_of(first, FIRST, of_left, rows, end, keys, C.N, C.BK, C.KIND)
     rows_2 = load_rows(second.at, second.token, rows, end, keys, C.N, C.BK, C.KIND)
     own = load_chunk(running, local, keys, C.N, C.BK)
-    before = own if READS and turn == 0 else load_earlier(running, local, keys, C.N, C.BK, C.GROUP)
+    before = own if READS and turn == 0 else load_earlier(running, local, keys, C.N, C.GROUP)
     carried = tl.zeros([C.BK], tl.float32)
     nothing = 0.0 * own
     if C.AT_ONCE:

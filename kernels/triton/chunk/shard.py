@@ -97,7 +97,7 @@ def _written(arguments: dict[str, Any], moves: bool, keep: bool) -> tuple[Tensor
         last, _ = forward(call, solve, state, None, True, None)
         assert last is not None
         return last, none, [none, none, solve, *call.ahead()]
-    local, passed = summed(call, solve, False, 1, True)
+    local, passed = summed(call, solve, 1, True)
     starts = segment_starts(call, local, passed, state, False, 1) if call.pieces > 1 or state is not None else None
     last = local[-1]
     if starts is not None:

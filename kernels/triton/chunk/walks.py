@@ -122,7 +122,7 @@ def forward(
         if call.held is not None:
             local, passed = call.held.local, call.held.passed
         else:
-            local, passed = summed(call, solve, y is None, every, bool(whole))
+            local, passed = summed(call, solve, every, bool(whole))
         start = segment_starts(call, local, passed, start, False, every)
         if marks is not None:
             marks += [start, passed]
@@ -139,22 +139,22 @@ def forward(
             to = firsts[base // walked]
         entries, states = saved or (None, None)
         outputs = Outputs(y, None, entries, states, to, None)
-        forward_launch(call, solve, start, outputs, (base, limit), y is None, held)
+        forward_launch(call, solve, start, outputs, (base, limit), held)
         start = to
     return None if last is None else call.end(last, True), passed
 
 
-def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> tuple[Tensor, Tensor]:
+def summed(call: _Call, solve: Tensor, every: int, whole: bool) -> tuple[Tensor, Tensor]:
     """What each piece of T adds to a state, [pieces, B, H, N, P], and what it multiplies its first state by (`passed`,
     [pieces, B·H, N] or with the delta rule [pieces, B·H, N, N]).
 
-    back: in the backward pass; every: pieces of which only the sum is needed; whole: also the last segment.
+    every: pieces of which only the sum is needed; whole: also the last segment.
     """
     local = call.segments(call.pieces)
     passed = call.empty(call.pieces, call.lanes, *(call.n,) * (2 if call.delta else 1), dtype=torch.float32)
     if call.delta or call.keywise:
         stop = call.chunks if whole else (call.count - 1) * call.span
-        forward_launch(call, solve, None, Outputs(None, None, None, None, local, passed), (0, stop), back)
+        forward_launch(call, solve, None, Outputs(None, None, None, None, local, passed), (0, stop))
     else:
         pieces = (0, call.pieces if whole else call.pieces - call.finer)
         _sum_pieces(call, call.k, call.v, local, passed, pieces, every)
@@ -162,9 +162,9 @@ def summed(call: _Call, solve: Tensor, back: bool, every: int, whole: bool) -> t
 
 
 def forward_launch(
-    call: _Call, solve: Tensor, start: Tensor | None, to: Outputs, chunks: tuple[int, int], back: bool, held: int = 1
+    call: _Call, solve: Tensor, start: Tensor | None, to: Outputs, chunks: tuple[int, int], held: int = 1
 ) -> None:
-    """Launch the forward walk over a range of chunks. back: in the backward pass; held: START of the walk."""
+    """Launch the forward walk over a range of chunks. held: START of the walk."""
     t, finish, reads = call.tiles, call.finish, to.y is not None
     pieces = -(-call.p // t.piece)
     if to.passed is not None and call.delta:
