@@ -28,7 +28,8 @@ def drive_of(spec: Spec) -> Drive | None:
     spec = spec.unnormalised
     if spec.is_attention:
         return None
-    fixed = [spec.readout] + [x for r in spec.rows for x in (r.normal.decay, *_correction_parts(r))]
+    fixed = [spec.readout] + [x for r in spec.rows for x in (r.normal.decay, r.normal.angle)]
+    fixed += [x for r in spec.rows for c in r.normal.corrections for x in (c.scale, c.left, c.right)]
     fixed += [x for r in spec.rows for t in r.terms for x in (t.key, t.gain) if x is not None]
     used = {i.attrs[0] for i in inputs_of(*fixed)}
     names: set[str] | None = None
@@ -40,10 +41,6 @@ def drive_of(spec: Spec) -> Drive | None:
     if not names or len(names) > 1:
         return None
     return _with(spec, names.pop())
-
-
-def _correction_parts(row) -> list[Expr]:  # type: ignore[no-untyped-def]
-    return [row.normal.angle, *(x for c in row.normal.corrections for x in (c.scale, c.left, c.right))]
 
 
 def _bare(part: Expr) -> list[Expr]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, overload
 
 from torch import Tensor
 
-from dsf.call.bind import Bound, Sizes
+from dsf.call.bind import Sizes
 from dsf.call.cost import io_bytes
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan
@@ -29,11 +29,6 @@ def flipped(spec: Spec, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs by name, per-token ones flipped along time."""
     timed = {i.name for i in spec.inputs if i.kind.time}
     return {name: reversed_tokens(x) if name in timed else x for name, x in tensors.items()}
-
-
-def flipped_call(spec: Spec, bound: Bound) -> Bound:
-    """A call with its inputs flipped along time."""
-    return replace(bound, tensors=flipped(spec, bound.tensors))
 
 
 @overload

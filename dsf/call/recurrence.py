@@ -184,7 +184,7 @@ class Recurrence:
         packed = bounds is not None
         if bounds is not None:
             bounds = backwards.flipped_bounds(bounds)
-        bound = backwards.flipped_call(self.spec, bound)
+        bound = replace(bound, tensors=backwards.flipped(self.spec, bound.tensors))
         y, final = self._run(bound, bounds, backwards.flipped_rows(state, packed), plan, wanted)
         return backwards.reversed_tokens(y), backwards.flipped_rows(final, packed) if wanted else final
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, stack
 
 from dsf.call.bind import Bound, environment
+from dsf.call.digits import widened
 from dsf.call.plan import Plan, make_plan
 from dsf.call.run import run, run_packed
 from dsf.kernels.solve import Implicit, by_cholesky, by_elimination, conjugate_gradients, solved_in_turn
@@ -47,8 +48,7 @@ def run_solved(
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, H, P] in the computing dtype and the final state, P columns of G and, if `wanted`, N of H."""
     if plan.form == "naive" and bound.compute != torch.float64:
-        tensors = {name: x.double() for name, x in bound.tensors.items()}
-        wide = replace(bound, tensors=tensors, dtype=torch.float64, compute=torch.float64)
+        wide = widened(bound, torch.float64)
         y, final = run_solved(spec, wide, bounds, None if state is None else state.double(), plan, wanted)
         return y.to(bound.compute), final.to(bound.compute)
     if plan.backend == "triton" and gpu_solve.takes(spec, bound.sizes, bound.dtype, bound.device):

@@ -165,7 +165,7 @@ class Report:
         lines = [_line([*widths, *columns], ("law", "dtype", "quantity"), names, "allowed")]
         last = ""
         for (law, dtype, quantity), found in cells.items():
-            shown = [_cell(found[f]) if f in found else "" for f in names]
+            shown = [_number(found[f].error) + "!" * (not found[f].ok) if f in found else "" for f in names]
             allowed = next(iter(found.values())).tolerance
             some = {q for a, d, q in cells if (a, d) == (law, dtype)} - {"all others"}
             title = "all" if quantity == "all others" and not some else quantity
@@ -180,10 +180,6 @@ def _line(widths: list[int], first: tuple[str, ...], cells: list[str], last: str
     left = "  ".join(text.ljust(width) for text, width in zip(first, widths, strict=False))
     right = "".join(text.rjust(width) for text, width in zip(cells, widths[len(first) :], strict=True))
     return f"{left}  {right}{last.rjust(9)}".rstrip()
-
-
-def _cell(row: Row) -> str:
-    return _number(row.error) + ("" if row.ok else "!")
 
 
 def _number(error: float) -> str:

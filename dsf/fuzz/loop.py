@@ -221,7 +221,7 @@ def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
             yield "case", (_name(subject), spec.structure, spec.is_elementwise, case, verdict)
             left -= verdict.status != "void"
             if verdict.status == "wrong":
-                if _is_lost(verdict):
+                if verdict.finding is not None and any(word in verdict.finding.detail for word in LOST):
                     yield "failure", _failure(plan, subject, case, verdict, seed)
                     yield "lost", place
                     return
@@ -260,10 +260,6 @@ def _tried(plan: Plan, subject: Subject, case: Case) -> Verdict:
 
 def _name(subject: Subject) -> str:
     return subject.recurrence.name if subject.declaration is None else subject.declaration.text
-
-
-def _is_lost(verdict: Verdict) -> bool:
-    return verdict.finding is not None and any(word in verdict.finding.detail for word in LOST)
 
 
 def _failure(

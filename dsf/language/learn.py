@@ -188,7 +188,7 @@ class _Step:
             return a, self.writes(g * phi1(-turned), key, weights)
         if self.ridge is not const(0):
             a = _scaled(exp(-shrink), a)
-        return a, self._by_flow(key, phi1(-(shrink + turned)))
+        return a, key * (times(self.rate, total(own)) * phi1(-(shrink + turned)))
 
     def exact(self, C: Any, D: Any, decay: Any, read: Literal["after", "before"], ridge: Any, steps: Any) -> System:
         """The whole System with its two states, G and the H that a readout solves with. Raises TraceError."""
@@ -209,9 +209,6 @@ class _Step:
                     raise TraceError(f"by='exact': `{x}` has a {axis.title()} axis; one solve serves all channels")
         squares = tuple((key, strength) for key, strength, _ in self.squares)
         return System(A=transition, B=self.writes(self.rate), C=C, D=D, read=read, solve=Solve(squares, ridge, steps))
-
-    def _by_flow(self, key: Expr, share: Expr) -> Expr:
-        return key * (times(self.rate, total(self._by_key().get(key, []))) * share)
 
 
 class _Inverse:

@@ -162,7 +162,7 @@ class Across(torch.autograd.Function):
         ctx.save_for_backward(q, *tensors, *([] if state is None else [state]))
         with torch.enable_grad():
             reads = q.new_zeros(*q.shape[:-1], n).requires_grad_()
-            o, final = run(reads, _loose(state), [x.detach() for x in tensors])
+            o, final = run(reads, None if state is None else state.detach(), [x.detach() for x in tensors])
             (y,) = torch.autograd.grad(o, reads, q.detach().to(o.dtype))
         return y, final.detach()
 
@@ -181,7 +181,3 @@ class Across(torch.autograd.Function):
             found = list(torch.autograd.grad((o, final), wanted, (q.to(o.dtype), dfinal), allow_unused=True))
         dstate = found.pop() if start is not None else None
         return None, None, o.detach().to(q.dtype), dstate, *found
-
-
-def _loose(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.detach()

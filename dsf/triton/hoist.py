@@ -87,7 +87,8 @@ class _Choice:
             for node in sorted(found, key=self._order().index, reverse=True):
                 for deeper in (False, True):
                     inside = frozenset(x for a in node.args for x in self._below(a, deeper))
-                    other = self._reached((found - {node}) | inside)
+                    made = (found - {node}) | inside
+                    other = made & frozenset(self._left(made))
                     if self._cost(other) < cost:
                         found, cost, improved = other, self._cost(other), True
                         break
@@ -120,9 +121,6 @@ class _Choice:
                 seen[node] = None
                 stack += [] if node in made else node.args
         return list(seen)
-
-    def _reached(self, made: frozenset[Expr]) -> frozenset[Expr]:
-        return made & frozenset(self._left(made))
 
     def _cost(self, made: frozenset[Expr]) -> int:
         """Cost of all nodes without a Value axis that depend on tokens."""

@@ -146,7 +146,9 @@ def operands_of(spec: Spec) -> Operands:
     spec = written_apart(spec)
     if spec.is_attention or spec.is_elementwise or VALUE in spec.decay_axes:
         raise Unfit(f"the matrix kernels take scalar or key-diagonal decays and delta rules, this is {spec.structure}")
-    if spec.is_stabilised and (spec.rank or spec.gain_axes or spec.system.D is not ZERO or _gains_differ(spec)):
+    if spec.is_stabilised and (
+        spec.rank or spec.gain_axes or spec.system.D is not ZERO or any(_gain(r).axes for r in spec.rows)
+    ):
         raise Unfit("the matrix kernels take exponential gains of one number a head, without corrections or D")
     if spec.is_stabilised and spec.micro > 1:
         raise Unfit("the matrix kernels take exponential gains of one micro-step a token")
@@ -249,10 +251,6 @@ def _check_printable(spec: Spec, found: Operands) -> None:
             raise Unfit("no printed kernel evaluates Taylor features")
         if node.axes == {KEY, VALUE}:
             raise Unfit(f"the printed kernels hold vectors of a token, and `{node}` is a matrix")
-
-
-def _gains_differ(spec: Spec) -> bool:
-    return any(_gain(r).axes for r in spec.rows)
 
 
 def _gain(row: Row) -> Expr:

@@ -90,12 +90,11 @@ class _Emission:
         self.params = [x for x in nodes if not self.kinds[x.attrs[0]].time]
         self.names = {x: name_of(x) for x in nodes}
         self.invariants = self._invariants(roots)
-        self.held = {x: symbol(self._held_name(i, x), x.axes) for i, x in enumerate(self.invariants)}
+        self.held = {
+            x: symbol(self.names[x] if x.op == "input" else f"held{i}", x.axes) for i, x in enumerate(self.invariants)
+        }
         self.roots = tuple(substitute(r, self.held) for r in roots)
         self.operands = self._operands(inputs)
-
-    def _held_name(self, index: int, node: Expr) -> str:
-        return self.names[node] if node.op == "input" else f"held{index}"
 
     def _invariants(self, roots: tuple[Expr, ...]) -> list[Expr]:
         """The largest expressions that depend on Params alone; computed once a program."""
