@@ -234,8 +234,7 @@ class Recurrence:
     def _check_state(self, state: Any, rows: int, bound: Bound) -> None:
         if state is not None:
             sizes = bound.sizes
-            total = state_columns(self.spec, sizes.n, sizes.keys, sizes.p)
-            expected = (rows, sizes.heads, sizes.n, total)
+            expected = (rows, sizes.heads, sizes.n, state_columns(self.spec, sizes.n, sizes.keys, sizes.p))
             check_state(self.spec, state, expected, bound)
 
     def step(

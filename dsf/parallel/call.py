@@ -79,8 +79,6 @@ def call(
         _bind(recurrence, given, form, backend)  # errors name the tensors as the user gave them
         given, world, state = flipped(spec, given), world.backwards(), flipped_rows(state, packed)
         bounds = None if bounds is None else flipped_bounds(bounds)
-    if spec.is_framed:
-        return _run_framed(recurrence, world, given, state, bounds, return_state, form, backend, reverse)
     tensors, route = (), None
     if kind is None:  # reversed, or boundaries in a tensor
         kind, tensors, route = _known(
@@ -88,6 +86,8 @@ def call(
         )
     if route is not None:
         y, final = _along(route, recurrence, world, tensors, state, return_state)
+    elif spec.is_framed:
+        y, final = _run_framed(recurrence, world, given, state, bounds, return_state, form, backend)
     else:
         y, final = _first(recurrence, world, given, state, bounds, return_state, form, backend, kind)
     y = reversed_tokens(y) if reverse else y
@@ -158,20 +158,16 @@ def _along(
 
 def _run_framed(
     recurrence: Recurrence, world: World, given: Mapping[str, Tensor], state: Any, bounds: list[int] | None,
-    return_state: bool, form: str, backend: str, reverse: bool,
-) -> Any:  # fmt: skip
-    """The call of a declaration with turns or previous values; for reverse, the inputs come already flipped."""
+    return_state: bool, form: str, backend: str,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """The call of a declaration with turns or previous values."""
     from dsf.parallel import framed
 
     bound, _ = _bind(recurrence, given, form, backend)
     if not isinstance(world, Simulated):
         check_tokens(recurrence.name, world, world.here[0], bound.sizes.batch, bound.sizes.tokens, bounds)
     with no_autocast(next(iter(given.values()))):
-        y, final = framed.call(recurrence, world, bound, state, bounds, return_state, form, backend)
-    y = reversed_tokens(y) if reverse else y
-    if not return_state:
-        return y
-    return y, flipped_rows(final, bounds is not None) if reverse else final
+        return framed.call(recurrence, world, bound, state, bounds, return_state, form, backend)
 
 
 def _run(

@@ -155,6 +155,11 @@ def _joined(x: Tensor, heads: int) -> Tensor:
     return x.movedim(0, 2).flatten(2, 3)[:, :, :heads]
 
 
+def _entered(frame: Frame, found: Tensor, kept: list[Tensor]) -> Entered:
+    """found: states of all slots, each with the gain of its final state behind its columns."""
+    return Entered([x[..., : frame.total] for x in found], [x[..., frame.total :] for x in found], kept)
+
+
 class Transpose:
     """Each rank folds all fragments for its share of the heads: two all-to-alls, (2 f + m)(W - 1) / W bytes into it.
 
@@ -172,12 +177,7 @@ class Transpose:
         if frame.gain:
             after = [frame.gain_of(s) for s in (*states[1:], states[-1])]
             replies = [torch.cat(each, dim=-1) for each in zip(replies, after, strict=False)]
-        found = _joined((yield Swap(by_owner(layout, replies))), heads)
-        return Entered(
-            [found[s][..., : frame.total] for s in _slots(shards)],
-            [found[s][..., frame.total :] for s in _slots(shards)],
-            kept,
-        )
+        return _entered(frame, _joined((yield Swap(by_owner(layout, replies))), heads), kept)
 
     def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
@@ -324,11 +324,7 @@ class TwoLevel:
         answer = torch.stack([torch.stack([replies[i, s] for s in range(layout.slots)]) for i in range(inner)])
         found = _joined((yield Swap(answer, INNER)), heads)
         inside_moves = [torch.stack([m for _, m in run if m is not None]) for run in maps if frame.move_numbers]
-        return Entered(
-            [found[s][..., : frame.total] for s in _slots(shards)],
-            [found[s][..., frame.total :] for s in _slots(shards)],
-            [*inside_moves, *gains, *kept],
-        )
+        return _entered(frame, found, [*inside_moves, *gains, *kept])
 
     def _fresh_runs(self, shards: Shards) -> list[bool]:
         """Whether no state passes through a run, for all runs of all nodes in the sequence's order."""

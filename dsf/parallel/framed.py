@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, check_state
+from dsf.call.bind import Bound
 from dsf.call.digits import of_enough_digits
 from dsf.call.frame import Framed, Places, last_of, shifted
 from dsf.call.packing import Packing
@@ -28,7 +28,6 @@ from dsf.language.system import System
 from dsf.parallel.halo import convolve
 from dsf.parallel.layout import boundaries
 from dsf.parallel.world import World
-from dsf.torch.columns import state_columns
 
 
 def call(
@@ -44,9 +43,7 @@ def call(
     assert frame is not None
     sizes = given.sizes
     if state is not None:
-        rows = sizes.batch if bounds is None else len(bounds) - 1
-        expected = (rows, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
-        check_state(spec, state, expected, given)
+        of._check_state(state, sizes.batch if bounds is None else len(bounds) - 1, given)
     bound = given if form == CONVOLUTION else of_enough_digits(spec, given, _plan(spec, given, form, backend), True)
     state = None if state is None else state.to(bound.compute)
     cuts = None if bounds is None else boundaries(tuple(bounds))
