@@ -136,8 +136,8 @@ class Trajectory:
         if micro == 1:
             return a
         rows = self._finite().tokens * micro
-        whole = _expand_rows(a, rows)
-        steps = [_rows(whole, slice(m, None, micro)) for m in range(micro)]
+        whole = a._each(lambda x: x.expand(x.shape[0], rows, *x.shape[2:]))
+        steps = [whole._each(lambda x, m=m: x[:, m::micro]) for m in range(micro)]  # type: ignore[misc]
         out = steps[0]
         for step in steps[1:]:
             out = step.compose(out)
@@ -294,26 +294,6 @@ class Trajectory:
                 why, instead = "its features are infinite", " or .taylor(order) of the recurrence"
             raise FormError(f"{self.spec.name}: {why}, so A, B and C are not tensors; use kernel_matrix(){instead}")
         return self.problem
-
-
-def _rows(a: Transition, rows: int | slice) -> Transition:
-    def at(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return x[:, rows] if x.shape[1] > 1 else x[:, 0] if isinstance(rows, int) else x
-
-    decay = at(a.decay)
-    assert decay is not None
-    return Transition(decay, at(a.left), at(a.right), at(a.cross))
-
-
-def _expand_rows(a: Transition, rows: int) -> Transition:
-    def at(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.expand(x.shape[0], rows, *x.shape[2:])
-
-    decay = at(a.decay)
-    assert decay is not None
-    return Transition(decay, at(a.left), at(a.right), at(a.cross))
 
 
 def cut(x: Tensor, batch: slice, rows: slice, heads: slice, channels: slice | None = None) -> Tensor:
