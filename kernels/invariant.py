@@ -154,8 +154,7 @@ def by_kernel(step: Diagonal, read: Tensor, write: Tensor, length: int) -> Tenso
         log = log[:, ::2] if log.shape[1] == n else log
         angle = angle.expand(heads, n // 2, p)
     log = log.expand(heads, n if angle is None else n // 2, p)
-    found: Tensor = _Impulse.apply(read.expand(heads, n, p), write.expand(heads, n, p), log, angle, length)
-    return found
+    return _Impulse.apply(read.expand(heads, n, p), write.expand(heads, n, p), log, angle, length)
 
 
 class _Impulse(torch.autograd.Function):
@@ -167,8 +166,7 @@ class _Impulse(torch.autograd.Function):
 
         ctx.save_for_backward(c, b, log, angle)
         ctx.length = length
-        found: Tensor = impulse_response(c, b, log, angle, length, fine_of(length))
-        return found
+        return impulse_response(c, b, log, angle, length, fine_of(length))
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,8 +197,7 @@ def causal(x: Tensor, h: Tensor) -> Tensor:
     """Σ_{s ≤ t} h[t - s] x[s] along the last axis, T long, by FFT. The other axes broadcast."""
     if torch._C._are_functorch_transforms_active():
         return _causal(x, h)
-    found: Tensor = _Causal.apply(x, h)
-    return found
+    return _Causal.apply(x, h)
 
 
 def _causal(x: Tensor, h: Tensor) -> Tensor:

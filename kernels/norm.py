@@ -137,8 +137,7 @@ def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor |
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
 
     given = (x, gate, weight)
-    made: Tensor = gated_norm(*given, *options) if then is None else mapped_norm(*given, then, *options)
-    return made
+    return gated_norm(*given, *options) if then is None else mapped_norm(*given, then, *options)
 
 
 def _mapped(y: Tensor, then: Tensor | None) -> Tensor:

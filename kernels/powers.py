@@ -101,8 +101,7 @@ def _table(x: Tensor, count: int, adjoint: bool, squares: Sequence[Tensor]) -> T
     """x [G, N, q], A x, A² x, … [G, N, count q], where A is the first of the squares, each that of the one before."""
     if not squares or torch._C._are_functorch_transforms_active():
         return _doubled(x, count, adjoint, squares)
-    found: Tensor = _Table.apply(x, count, adjoint, *squares)
-    return found
+    return _Table.apply(x, count, adjoint, *squares)
 
 
 def _doubled(x: Tensor, count: int, adjoint: bool, squares: Sequence[Tensor]) -> Tensor:

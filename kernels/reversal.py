@@ -24,8 +24,7 @@ def reversed_tokens(x: Tensor, backend: str = "auto") -> Tensor:
     if _chosen(backend, x, least=LEAST):
         from dsf.kernels.triton.layer.reversal_ops import reverse
 
-        found: Tensor = reverse(x)
-        return found
+        return reverse(x)
     return x.flip(1)
 
 
@@ -48,8 +47,7 @@ def joined(
     if _chosen(backend, *(y for y in (ahead, back, x, gain) if y is not None)):
         from dsf.kernels.triton.layer.reversal_ops import join
 
-        found: Tensor = join(ahead, back, x, gain, late)
-        return found
+        return join(ahead, back, x, gain, late)
     total = _later(ahead, late) + _later(back, late).flip(1)
     return total if x is None or gain is None else torch.addcmul(total, x, gain.unsqueeze(-1))
 

@@ -42,8 +42,7 @@ def rotary(
     if _chosen(q, k, cos, sin, backend):
         from dsf.kernels.triton.layer.rotary_ops import turn_pairs
 
-        found: tuple[Tensor, Tensor] = turn_pairs(q, k, cos, sin, scale, False)
-        return found
+        return turn_pairs(q, k, cos, sin, scale, False)
     wide = torch.promote_types(q.dtype, torch.float32)
     cos, sin = cos.to(wide).unsqueeze(2), sin.to(wide).unsqueeze(2)
     if q.shape[1] > 1:

@@ -15,8 +15,7 @@ Product = Callable[[Tensor], Tensor]
 
 def by_elimination(matrices: Tensor, x: Tensor) -> Tensor:
     """matrices⁻¹ x for invertible matrices [..., N, N] and x [..., N]."""
-    found: Tensor = torch.linalg.solve(matrices, x.unsqueeze(-1)).squeeze(-1)
-    return found
+    return torch.linalg.solve(matrices, x.unsqueeze(-1)).squeeze(-1)
 
 
 def by_cholesky(matrices: Tensor, x: Tensor) -> Tensor:

@@ -100,8 +100,7 @@ class _TurnedAndRounded(torch.autograd.Function):
 
 def turned_and_rounded(x: Tensor, angle: Tensor, kind: torch.dtype) -> Tensor:
     """turn_pairs in float32, rounded to `kind`. x: [..., N, p]; angle: [..., N/2 or 1, 1]."""
-    found: Tensor = _TurnedAndRounded.apply(x, angle, kind)
-    return found
+    return _TurnedAndRounded.apply(x, angle, kind)
 
 
 def whole_turns_left_out(angle: Tensor, dtype: torch.dtype) -> Tensor:

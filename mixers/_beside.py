@@ -216,8 +216,7 @@ def product_of(x: Tensor, module: Any, ahead: bool = True) -> Tensor:
         own = plain_map(module)
         if own is not None:
             return linear(x, own[0], ahead=ahead, bias=own[1])
-    found: Tensor = module(x)
-    return found
+    return module(x)
 
 
 def in_turn(module: Any) -> bool:

@@ -72,5 +72,4 @@ def normed(norm: nn.Module, y: Tensor, gate: Tensor | None, then: nn.Module) -> 
         weight = weight_for(then, y)
         if weight is not None:
             return norm.fused(y, gate, weight).flatten(2)  # one head is an axis of its own there
-    found: Tensor = then(norm(y, gate).flatten(2))
-    return found
+    return then(norm(y, gate).flatten(2))

@@ -112,8 +112,7 @@ class Bidirectional(BothWays):
 def run_ahead(way: Mixer, u: Tensor, cu_seqlens: Tensor | Packing | None, world: World | None) -> Tensor:
     """y [B, T, H, P] of a layer's convolution and recurrence, from the u of its `project` on whole sequences."""
     inputs = inputs_ahead(way, u, cu_seqlens, world)
-    y: Tensor = way.recurrence(**inputs, cu_seqlens=cu_seqlens, parallel=world)
-    return y
+    return way.recurrence(**inputs, cu_seqlens=cu_seqlens, parallel=world)
 
 
 def inputs_ahead(

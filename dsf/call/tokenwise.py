@@ -199,8 +199,7 @@ def tokenwise_in_graph(key: str, backend: str, *tensors: Tensor) -> Tensor:
         return function.evaluated(tensors, like)
     from dsf.kernels.triton.pointwise.tokenwise_ops import tokenwise as run
 
-    found: Tensor = run(list(tensors), function.program, like)
-    return found
+    return run(list(tensors), function.program, like)
 
 
 allow = allowing(tokenwise_in_graph)

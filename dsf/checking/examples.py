@@ -111,8 +111,7 @@ class Example(Drawn):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
     def bounds(self) -> list[int]:

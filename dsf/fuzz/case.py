@@ -65,8 +65,7 @@ class Case(Drawn):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return getattr(torch, self.dtype)
 
     @property
     def rows(self) -> int:

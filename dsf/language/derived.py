@@ -41,8 +41,7 @@ def derived(
         key = (function, args)
         if key not in results:  # of racing threads, all return the first one's result
             results.setdefault(key, function(spec, *args, **kwargs))
-        found: Found = results[key]
-        return found
+        return results[key]
 
     return kept
 

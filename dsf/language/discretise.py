@@ -95,8 +95,7 @@ class Complex:
     @property
     def square(self) -> Expr:
         """|z|²."""
-        found: Expr = self.re * self.re if self.im is None else self.re * self.re + self.im * self.im
-        return found
+        return self.re * self.re if self.im is None else self.re * self.re + self.im * self.im
 
     @property
     def conjugate(self) -> Complex:
@@ -120,8 +119,7 @@ class Complex:
             return _times(pair(self.re, self.im), x)
         if self.im is const(0):
             return _times(self.re, x)
-        found: Expr = self.re * x + self.im * quarter_turn(x)
-        return found
+        return self.re * x + self.im * quarter_turn(x)
 
 
 def _turned(radius: Expr, angle: Expr) -> Any:
@@ -134,12 +132,9 @@ def _minus(x: Expr) -> Expr:
     if x.op == "mul" and x.args[0] is const(-1):
         return x.args[1]
     if x.op == "mul" and x.args[0].op == "mul" and x.args[0].args[0] is const(-1):
-        found: Expr = x.args[0].args[1] * x.args[1]
-        return found
-    found = -x
-    return found
+        return x.args[0].args[1] * x.args[1]
+    return -x
 
 
 def _times(a: Expr, b: Expr) -> Expr:
-    found: Expr = a if b is const(1) else a * b
-    return found
+    return a if b is const(1) else a * b

@@ -82,8 +82,7 @@ def _on_kernels(conv: Any, u: Tensor, world: World) -> Fused | None:
         return None
     if isinstance(world, Simulated) and 0 in (world.sizes or world.layout.sizes(u.shape[1])):
         return None
-    found: Fused | None = conv.spreads(u)
-    return found
+    return conv.spreads(u)
 
 
 def _by_token(conv: Convolution, u: Tensor, state: Tensor | None) -> tuple[Any, Tensor]:

@@ -52,8 +52,7 @@ class Dealt:
         """A final state, of which every rank of a sequence holds the same: so it does of its gradient as a DTensor, and
         the call sums what they hold."""
         ranks = math.prod(self.mesh.size(d) for d, way in enumerate(self.ways) if way == TOKENS)
-        found: Tensor = state if ranks == 1 else _Divided.apply(state, ranks)
-        return found
+        return state if ranks == 1 else _Divided.apply(state, ranks)
 
     def out(self, x: Tensor, of: Mapping[str, Placement]) -> DTensor:
         """A local result as a DTensor, whose shards need not be of one size."""
@@ -190,8 +189,7 @@ def _local(x: DTensor, dealt: Dealt) -> Tensor:
         Partial() if isinstance(place, Replicate) and way is not None else place
         for place, way in zip(x.placements, dealt.ways, strict=True)
     ]
-    found: Tensor = x.to_local(grad_placements=grads)
-    return found
+    return x.to_local(grad_placements=grads)
 
 
 def _local_state(spec: Spec, state: Any, dealt: Dealt) -> Tensor:

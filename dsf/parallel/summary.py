@@ -63,8 +63,7 @@ class Summary:
         if begin == end:
             return self.empty(self.sizes.batch) if state is None else state
         call: dict[str, Any] = {**self.part(begin, end), "initial_state": state, "return_state": True}
-        found: Tensor = self.recurrence(**call, form=self.form, backend=self.backend)[1]
-        return found
+        return self.recurrence(**call, form=self.form, backend=self.backend)[1]
 
     def move(self, begin: int, end: int) -> Tensor | None:
         """M as `Frame` stores it: [B, H, *move_shape], or None where it is not stored."""
@@ -93,8 +92,7 @@ class Summary:
         part = {n: x.flip(1) if n in timed else x for n, x in part.items()}
         part[driver.name] = dy.flip(1)
         call: dict[str, Any] = {**part, "initial_state": last, "return_state": True}
-        found: Tensor = derived(**call, form=self.form, backend=self._torch_or_auto)[1]
-        return found
+        return derived(**call, form=self.form, backend=self._torch_or_auto)[1]
 
     @property
     def _torch_or_auto(self) -> str:
@@ -137,8 +135,7 @@ class Summary:
 
     def _free(self, part: Mapping[str, Tensor], state: Tensor) -> Tensor:
         call: dict[str, Any] = {**part, "initial_state": state.contiguous(), "return_state": True}
-        found: Tensor = homogeneous(self.recurrence.spec)(**call, form=self.form, backend=self._torch_or_auto)[1]
-        return found
+        return homogeneous(self.recurrence.spec)(**call, form=self.form, backend=self._torch_or_auto)[1]
 
     def _product(self, begin: int, end: int) -> Tensor:
         """M of a diagonal A [B|1, H|1, *move_shape]: a product over tokens, or a sum where A is given by logarithms."""

@@ -154,8 +154,7 @@ def _leaving(
 
     dx, _, _, own = found
     every = yield Gather(_sent(own, last, slots))
-    of_state: list[Tensor] = leave_windows(every, counts, own, dx, rank, stateful and rank == 0)
-    return of_state
+    return leave_windows(every, counts, own, dx, rank, stateful and rank == 0)
 
 
 def _sum(xs: Several[Tensor | None]) -> Tensor | None:

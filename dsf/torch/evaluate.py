@@ -90,8 +90,7 @@ class Evaluator:
             return x
         generator, share = disturbing
         there, back = (2.0 * torch.randint(2, (2, *x.shape), generator=generator, dtype=torch.float64) - 1) * share
-        found: Tensor = _Disturbed.apply(x, (1 + there).to(x), (1 + back).to(x))
-        return found
+        return _Disturbed.apply(x, (1 + there).to(x), (1 + back).to(x))
 
     def _compute(self, node: Expr) -> Tensor:
         if node.op == "size":

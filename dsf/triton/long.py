@@ -75,8 +75,7 @@ def by_transforms(operands: Sequence[Tensor], h: Tensor, name: str, otherwise: C
 
     programs = [name, program_of(False, False)]
     if torch.is_grad_enabled() and any(z.requires_grad for z in (h, *operands)):
-        found: Tensor = _Filtered.apply(otherwise, programs, h, *operands)
-        return found
+        return _Filtered.apply(otherwise, programs, h, *operands)
     y, _ = filtered(list(operands), h, programs, False)
     return y
 
@@ -102,8 +101,7 @@ class _Filtered(torch.autograd.Function):
         y, kept = filtered(list(operands), h, programs, True)
         ctx.save_for_backward(h, *operands, *kept)
         ctx.otherwise, ctx.programs, ctx.count = otherwise, programs, len(operands)
-        found: Tensor = y
-        return found
+        return y
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:

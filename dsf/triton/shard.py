@@ -64,12 +64,10 @@ class Shard:
         if self.scans:
             from dsf.kernels.triton.scan.shard import scan_shard
 
-            found: tuple[Tensor, Tensor, list[Tensor]] = scan_shard(self.operands, None, state, self.name, moves)
-            return found
+            return scan_shard(self.operands, None, state, self.name, moves)
         from dsf.kernels.triton.chunk.shard import matrix_shard
 
-        found = matrix_shard(self.operands, state, self.name, moves, keep)
-        return found
+        return matrix_shard(self.operands, state, self.name, moves, keep)
 
     def forward(self, state: Tensor | None, keep: bool, held: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """y, the state after the shard, and if `keep` what `adjoint` and `backward` take as `saved`."""

@@ -18,8 +18,7 @@ Runner = Callable[[Launch], "tuple[Callable[[tuple[int, ...]], Callable[..., Any
 
 def function(schedule: Schedule, runner: Runner) -> Callable[..., Any]:
     """The schedule as a function of the call's tensors."""
-    found: Callable[..., Any] = maker(schedule, runner)()
-    return found
+    return maker(schedule, runner)()
 
 
 def maker(schedule: Schedule, runner: Runner, sheet: Sheet | None = None) -> Callable[..., Any]:
@@ -48,8 +47,7 @@ class _Text:
         lines += [f"def play({names}):", *(f"    {x}" for x in body), "return play"]
         given = "" if sheet is None else ", ".join(map(str, sheet.given))
         exec(_compiled("\n    ".join([f"def make({given}):", *lines])), self.constants)
-        make: Callable[..., Any] = self.constants["make"]
-        return make
+        return self.constants["make"]
 
     def _line(self, step: Step) -> str:
         if isinstance(step, Launch):

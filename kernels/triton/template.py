@@ -80,8 +80,7 @@ class Template:
         """The function of a call of these sizes; None where the template does not hold."""
         if any(numbers[i] != x for i, x in self._fixed) or any(numbers[a] != numbers[b] for a, b in self._same):
             return None
-        found: Function | None = self._make(*[numbers[i] for i in self._open])
-        return found
+        return self._make(*[numbers[i] for i in self._open])
 
     def schedule(self, numbers: Sequence[int]) -> Schedule:
         """The schedule of a call of these sizes; conditions are not checked."""

@@ -220,8 +220,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
     if launched(logits) and not is_transformed((logits,)):
         number = counted if isinstance(counted, Tensor) else logits.new_full((), counted, dtype=torch.float32)
         divisor = number.to(logits.device, torch.float32).reshape(())
-        loss: Tensor = _MeanEntropy.apply(logits.flatten(0, 1), targets.flatten(), divisor)
-        return loss
+        return _MeanEntropy.apply(logits.flatten(0, 1), targets.flatten(), divisor)
     return _total_entropy(logits.flatten(0, 1), targets.flatten()) / counted
 
 

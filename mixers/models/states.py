@@ -72,8 +72,7 @@ def checkpointed(block: Any, x: Tensor, state: Any, *more: Any) -> tuple[Tensor,
     """What a block makes of x and a mixer's state by its checkpointing function, with gradients through both states."""
     again = block._gradient_checkpointing_func
     if not getattr(again, "keywords", {}).get("use_reentrant"):
-        found: tuple[Tensor, Any] = again(block.__call__, x, state, *more)
-        return found
+        return again(block.__call__, x, state, *more)
     leaves, form = pytree.tree_flatten(state)  # this kind gives gradients to tensors that are arguments themselves
     forms: list[Any] = []
 

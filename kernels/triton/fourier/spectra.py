@@ -38,14 +38,12 @@ def _back(x: Tensor, norm: str) -> Tensor:
 
 def spectra_of(x: Tensor, divided: bool = False) -> Tensor:
     """The spectra [R, F, 2] of rows [R, 2F], if asked divided by F; one operation of a schedule."""
-    found: Tensor = book_of((x,)).apply(_forth, x, "forward" if divided else "backward")
-    return found
+    return book_of((x,)).apply(_forth, x, "forward" if divided else "backward")
 
 
 def rows_of(x: Tensor, divided: bool = False) -> Tensor:
     """The rows of spectra as sums that nothing divides, if asked divided by F; one operation of a schedule."""
-    found: Tensor = book_of((x,)).apply(_back, x, "backward" if divided else "forward")
-    return found
+    return book_of((x,)).apply(_back, x, "backward" if divided else "forward")
 
 
 @triton.jit

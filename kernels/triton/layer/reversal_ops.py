@@ -72,8 +72,7 @@ class _Reversed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        found: Tensor = reverse(dy)
-        return found
+        return reverse(dy)
 
 
 class _Joined(torch.autograd.Function):
