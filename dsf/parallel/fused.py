@@ -176,9 +176,8 @@ class Through(torch.autograd.Function):
         """The pass for C, the exchange, and the kernels' backward pass."""
         refuse_second_order()
         job = ctx.job
-        rest, groups = iter(ctx.saved_tensors), []
-        for counts in ctx.counts:
-            groups.append([list(islice(rest, count)) for count in counts])
+        rest = iter(ctx.saved_tensors)
+        groups = [[list(islice(rest, count)) for count in counts] for counts in ctx.counts]
         count = len(job.ranks)
         dfinals = grads[count:] if job.return_state else [None] * count
         ranks = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -120,14 +121,8 @@ class Leave(torch.autograd.Function):
 
 def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
     """Split the flat list into one list a rank of lists of these lengths."""
-    rest, found = list(tensors), []
-    for several in counts:
-        groups = []
-        for count in several:
-            groups.append(rest[:count])
-            rest = rest[count:]
-        found.append(groups)
-    return found
+    rest = iter(tensors)
+    return [[list(islice(rest, count)) for count in several] for several in counts]
 
 
 def run(job: Job, state: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:

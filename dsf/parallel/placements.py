@@ -83,10 +83,8 @@ def call(spec: Spec, run: Callable[..., Any], given: Mapping[str, Any], state: A
     for name, x in given.items():
         if x.device_mesh != first.device_mesh:
             raise InputError(f"{spec.name}: `{name}` is on another mesh than `{next(iter(given))}`")
-    ways = []
-    for dim in range(first.device_mesh.ndim):
-        ways.append(_way(spec, dim, kinds, given, world is not None))
-    dealt = Dealt(first.device_mesh, tuple(ways), _whole(kinds, given))
+    ways = tuple(_way(spec, dim, kinds, given, world is not None) for dim in range(first.device_mesh.ndim))
+    dealt = Dealt(first.device_mesh, ways, _whole(kinds, given))
     if world is not None:
         _check_world(spec.name, world, dealt)
     local = {name: _local(x, dealt) for name, x in given.items()}
