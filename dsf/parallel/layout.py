@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dsf.call import packing
-from dsf.call.packing import INTEGERS
 from dsf.language.errors import InputError
 
 LAYOUTS = ("contiguous", "headtail")
@@ -285,10 +284,7 @@ def host_bounds(name: str, cu_seqlens: Any) -> list[int] | None:
         return None
     if isinstance(cu_seqlens, packing.Packing):
         return packing.values(cu_seqlens)
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-        raise InputError(
-            f"{name}: cu_seqlens must be a one-dimensional integer tensor or a dsf.Packing, got {cu_seqlens!r}"
-        )
+    packing.check_row(name, cu_seqlens, 1)
     if packing.is_hidden(cu_seqlens):
         raise InputError(
             f"{name}: parallel= cuts packed sequences on the host, so cu_seqlens cannot be a tensor of a compiled "
