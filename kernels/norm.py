@@ -137,7 +137,7 @@ def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor |
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
 
     given = (x, gate, weight)
-    return gated_norm(*given, *options) if then is None else mapped_norm(*given, then, *options)
+    return gated_norm(*given, *options) if then is None else mapped_norm(options, *given, then)
 
 
 def _mapped(y: Tensor, then: Tensor | None) -> Tensor:

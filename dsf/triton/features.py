@@ -69,14 +69,11 @@ def sizes_of(sizes: Sizes) -> Sizes:
 def refusal(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> str | None:
     """Why the matrix kernels cannot run the system, in the user's words; None when they can."""
     plain = featured(spec).spec
-    if any(i.kind.axes >= {KEY} for i in spec.inputs if i in plain.inputs) or _knows_size(plain):
+    sizes_read = any(x.op == "size" and x.attrs[0] == KEY for x in children_first(*roots_of(plain.system)))
+    if sizes_read or any(i.kind.axes >= {KEY} for i in spec.inputs if i in plain.inputs):
         return "beside Taylor features the matrix kernels take no other use of the Key axis"
     refused = chunk.refusal(plain, sizes_of(sizes), dtype)
     return None if refused is None else refused.replace("N =", "features, N' =")
-
-
-def _knows_size(spec: Spec) -> bool:
-    return any(x.op == "size" and x.attrs[0] == KEY for x in children_first(*roots_of(spec.system)))
 
 
 def made_of(spec: Spec, bound: Bound, timed: Mapping[str, Tensor]) -> tuple[Spec, Bound, Timed]:

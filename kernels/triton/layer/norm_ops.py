@@ -178,9 +178,7 @@ class _Mapped(torch.autograd.Function):
         return None, *(None if y is None else next(grads) for y in (x, gate, weight)), dthen
 
 
-def mapped_norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor, *options: Any) -> Any:
-    """`gated_norm`, then the map whose weight is `then`."""
-    return _Mapped.apply(options, x, gate, weight, then)
+mapped_norm = _Mapped.apply
 
 
 class _DifferentiableSum(torch.autograd.Function):
