@@ -40,7 +40,8 @@ def joined(
     Raises ValueError for sizes that do not fit.
     """
     fits = ahead.shape == back.shape and ahead.dim() > 2 and (x is None) == (gain is None)
-    fits = fits and (x is None or (x.dim() == 4 and x.shape == ahead.shape and gain.shape == x.shape[:3]))  # type: ignore[union-attr]
+    if x is not None and gain is not None:
+        fits = fits and x.dim() == 4 and x.shape == ahead.shape and gain.shape == x.shape[:3]
     if not fits or not 0 <= late <= ahead.shape[1]:
         given = [None if y is None else list(y.shape) for y in (ahead, back, x, gain)]
         raise ValueError(f"a sum of both directions of shapes {given}, {late} tokens late: sizes do not fit")

@@ -166,8 +166,8 @@ class Gates(Owner):
         return q.before(of_q) + k.before(of_k), v.before(of_v)
 
     def forward(self, products: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B, T, 2 · n_heads], input gates first. products: of the weight, which hooks (pruning) compute in this call,
-        with what the gates see; ranks sum them up (`cut`)."""
+        """[B, T, 2 · n_heads], input gates first. products: a function of the weight, its products with what the gates
+        see. It is called in here, since hooks (pruning) make the weight first; ranks sum the products up (`cut`)."""
         found = products(self.weight)
         return found + self.bias.to(found.dtype)
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.call.backwards import flipped
 from dsf.call.bind import Bound, Sizes, environment
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.affine import Frame
+from dsf.kernels.reversal import reversed_tokens
 from dsf.language.expr import KEY, VALUE, Expr, inputs_of
 from dsf.parallel.derive import adjoint, frame_of, homogeneous, reads_values
 from dsf.torch.evaluate import Evaluator
@@ -88,9 +90,7 @@ class Summary:
         if derived is None:
             return self._differentiated(part, state, dy, last)[..., :plain]
         *_, driver = derived.spec.inputs
-        timed = {i.name for i in self.recurrence.spec.inputs if i.kind.time}
-        part = {n: x.flip(1) if n in timed else x for n, x in part.items()}
-        part[driver.name] = dy.flip(1)
+        part = flipped(self.recurrence.spec, part) | {driver.name: reversed_tokens(dy)}
         call: dict[str, Any] = {**part, "initial_state": last, "return_state": True}
         return derived(**call, form=self.form, backend=self._torch_or_auto)[1]
 

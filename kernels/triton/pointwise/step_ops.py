@@ -80,10 +80,10 @@ def tile(n: int, p: int, program: StepProgram, heads: int) -> tuple[int, int, in
         numbers, own = 1024, 256
     elif keys <= 16:
         numbers = 1024
-    elif program.shared and program.micro > 2:  # several Key vectors of every write and read in registers
-        numbers, own = 2048, 256
     elif keys >= 128 and program.corrected:
         numbers, own = (4096, 512) if few or program.micro == 1 else (2048, 2048)
+    elif program.shared and program.micro > 2:  # several Key vectors of every write and read in registers
+        numbers, own = 2048, 256
     elif keys >= 128 and program.shared:
         numbers, own = 8192, 2048
     elif few and keys >= 64 and not program.shared:
