@@ -1,4 +1,5 @@
-"""Training steps from CUDA graphs over two GPUs (tests/ranks_graphed.py), and `dsf train` with them."""
+"""Two GPUs: training steps from CUDA graphs (tests/ranks_graphed.py), `dsf train` with them, and compiled layers on
+packed sequences (tests/ranks_compiled.py)."""
 
 import json
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks_compiled import NAMES
 from ranks_graphed import CASES
 
 pytestmark = [
@@ -22,13 +24,21 @@ def torchrun(*words, folder):
     return subprocess.run(started, cwd=folder, capture_output=True, text=True, timeout=400)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun(str(HERE / "ranks_graphed.py"), str(folder), folder=folder)
+def of_two(script, folder):
+    """What each rank of a script found."""
+    done = torchrun(str(HERE / script), str(folder), folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return of_two("ranks_graphed.py", tmp_path_factory.mktemp("graphed"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return of_two("ranks_compiled.py", tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,3 +63,10 @@ def test_dsf_train_with_graphs_is_without(tmp_path, words):
         assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("graph", "eager"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_in_a_compiled_layer(compiled, name):
+    for rank in compiled:
+        assert "failed" not in rank[name], rank[name]
+        assert rank[name]["eager"] < 1e-4 and rank[name]["compiled"] < 1e-4, rank[name]
