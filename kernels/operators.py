@@ -20,6 +20,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+# Asked once: torch.compile cannot trace the question before torch 2.13.
+CASTING = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
+def is_cast(kind: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return kind in CASTING and torch.is_autocast_enabled(kind)
+
 
 def reduce_to(x: Tensor, shape: torch.Size) -> Tensor:
     """Sum x over every axis along which `shape` has size one (the adjoint of broadcasting)."""

@@ -11,6 +11,7 @@ from dsf import Packing, Recurrence
 from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
 from dsf.call.packing import tensor_of
+from dsf.kernels.operators import is_cast
 from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
@@ -341,7 +342,7 @@ class Mixer(Owner, Divided):
         u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place, keep)
         inputs = self.arguments(u, side, span, **tokens)
         device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if is_cast(device):
             inputs = alike(self.recurrence, inputs, torch.get_autocast_dtype(device))
         counts = self.positional or span.before is not None or (self.resets and span.fresh and bounds is not None)
         position = span.after(x) if counts else None

@@ -104,6 +104,16 @@ def test_a_layer_is_one_graph():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_graph_does_not_ask_what_older_releases_cannot_trace(monkeypatch):
+    """Up to torch 2.12 a graph ends at the question whether a device has autocast."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: torch._dynamo.graph_break() or True)
+    layer, x = mixers.GatedDeltaNet(16), torch.randn(1, 5, 16)
+    for parallel in (None, dsf.parallel.Simulated(2)):
+        call = torch.compile(lambda x, world=parallel: layer(x, parallel=world)[0], fullgraph=True, backend="eager")
+        torch.testing.assert_close(call(x), layer(x)[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_graph_does_not_ask_whether_a_gpu_is_captured():
     """As calls of packed sequences over ranks do on a GPU, which made torch.compile(fullgraph=True) refuse them."""
     ask = torch.compile(lambda x: x + is_captured(torch.device("cuda")), fullgraph=True, backend="eager")

@@ -104,6 +104,19 @@ def test_reversed_tokens_and_sums_of_both_directions(shape, dtype):
             assert b is None or (a - b).abs().max() <= least * max(b.abs().max(), 1)
 
 
+@pytest.mark.parametrize("entry", mixers.ZOO, ids=lambda e: e.name)
+def test_a_layer_is_one_graph(entry):
+    """Whatever release of torch is beside the GPU: each leaves other functions out of its graphs."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = entry.module(64).cuda()
+    x, dy = torch.randn(2, 2, 70, 64, device="cuda")
+    whole = outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x.requires_grad_(), dy)
+    plain = outcome(layer, x, dy)
+    for (n, a), (m, b) in zip(whole.items(), plain.items(), strict=True):
+        assert n.removeprefix("_orig_mod.") == m and (a - b).norm() <= 1e-4 * b.norm().clamp(min=1e-6), n
+
+
 @pytest.mark.parametrize("width", [64, 6], ids=["blocks within heads", "blocks across heads"])
 def test_mlstm_s_maps_are_the_definition_s(width):
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from dsf.call.packing import is_captured
 from dsf.call.run import timed_inputs
 from dsf.kernels import fixed_cache
 from dsf.kernels.attention import LEAST_ROOM, KVCache
+from dsf.kernels.operators import is_cast
 from dsf.kernels.turns import whole_turns_left_out
 from dsf.language.errors import InputError
 from dsf.language.spec import Spec
@@ -63,7 +64,7 @@ def overwrite(spec: Spec, bound: Bound, cache: Any) -> tuple[Tensor, KVCache]:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise InputError(f"{spec.name}: in_place overwrites what a gradient would need; use torch.no_grad()")
     device = bound.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if is_cast(device):
         with torch.autocast(device, enabled=False):
             return _overwrite(spec, bound, with_room(spec, cache))
     return _overwrite(spec, bound, with_room(spec, cache))

@@ -24,6 +24,7 @@ from dsf.call.record import record
 from dsf.call.run import run, run_packed
 from dsf.call.solve import run_solved
 from dsf.kernels.attention import KVCache
+from dsf.kernels.operators import is_cast
 from dsf.language.attention import truncated
 from dsf.language.derived import interned
 from dsf.language.errors import FormError, InputError, TraceError
@@ -209,7 +210,7 @@ class Recurrence:
     ) -> tuple[Tensor, FinalState]:
         """Check the state and run the plan, with autocast switched off. wanted: whether the final state is wanted."""
         device = bound.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if is_cast(device):
             with torch.autocast(device, enabled=False):
                 return self._run(bound, bounds, state, plan, wanted)
         rows = bound.sizes.batch if bounds is None else len(bounds) - 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import is_cast
 from dsf.parallel.collectives import tied
 from dsf.parallel.layout import Fragment, Layout, Packing, Piece, plain_fragments, rows_of_slots, tokens_of_rows
 from dsf.parallel.summary import Summary, hollow
@@ -242,6 +243,6 @@ def differentiable(leaves: Several[Tensor]) -> bool:
 def no_autocast(like: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context that turns autocast off on a tensor's device."""
     device = like.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if is_cast(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
