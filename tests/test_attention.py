@@ -7,12 +7,14 @@ import pytest
 import structures
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import dsf
 from dsf import I, Key, KVCache, Param, Scalar, System, Value, exp_features, mixers
 from dsf.kernels import attention
 from dsf.kernels.attention import causal, extend, fused, softmax_matrix, spread_heads, visible
+from dsf.torch.evaluate import number_of
 
 softmax = structures.softmax
 FORMS = pytest.mark.parametrize("form", softmax.forms)
@@ -206,6 +208,13 @@ def test_what_the_fused_kernels_get_is_what_the_forms_compute(heads):
         for x, y in zip(found, (whole.a / scale, whole.k, whole.v), strict=True):
             assert_same(x, y)
     assert found[0].data_ptr() == q.data_ptr() and scale == 1.0
+
+
+def test_the_scale_is_a_number_while_a_graph_is_traced():
+    """On a GPU the first call of a layer could not be one in a compiled graph."""
+    number_of.cache_clear()
+    with FakeTensorMode():
+        assert number_of(mixers.softmax_attention.spec.readout.args[0].args[1], 16, 4) == 0.25
 
 
 def test_taylor_truncations_converge_to_softmax():

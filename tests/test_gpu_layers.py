@@ -104,12 +104,13 @@ def test_reversed_tokens_and_sums_of_both_directions(shape, dtype):
             assert b is None or (a - b).abs().max() <= least * max(b.abs().max(), 1)
 
 
-@pytest.mark.parametrize("entry", mixers.ZOO, ids=lambda e: e.name)
-def test_a_layer_is_one_graph(entry):
+@pytest.mark.parametrize("name", [*(e.name for e in mixers.ZOO), "Hyena", *BOTH])
+def test_a_layer_is_one_graph(name):
     """Whatever release of torch is beside the GPU: each leaves other functions out of its graphs."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    layer = entry.module(64).cuda()
+    made = getattr(mixers, name) if name[0].isupper() else mixers.get(name).module
+    layer = made(64, **BOTH.get(name, {})).cuda()
     x, dy = torch.randn(2, 2, 70, 64, device="cuda")
     whole = outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x.requires_grad_(), dy)
     plain = outcome(layer, x, dy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,7 +120,7 @@ def fused_operands(spec: Spec, bound: Bound, timed: Timed) -> tuple[Tensor, Tens
         None if name is None else spread_heads(timed[name].transpose(1, 2), count)
         for name, count in zip(names, heads, strict=True)
     ]
-    scale = 1.0 if found[0] is None else _number(factor, bound.sizes.keys, bound.sizes.p)
+    scale = 1.0 if found[0] is None else number_of(factor, int(bound.sizes.keys), int(bound.sizes.p))
     if None in names:
         rest = operands(spec, bound, timed)
         found = [y.to(bound.dtype) if x is None else x for x, y in zip(found, (rest.a, rest.k, rest.v), strict=True)]
@@ -147,12 +146,3 @@ def _bare(spec: Spec) -> tuple[tuple[str | None, ...], Expr]:
         return x.attrs[0] if x.op == "input" and x.attrs[1] is None and kinds[x.attrs[0]].time else None
 
     return (None if inputs_of(factor) else bare(query), bare(term.key.args[0]), bare(term.value)), factor
-
-
-def _number(factor: Expr, keys: int, p: int) -> float:
-    """`number_of`, remembered where the sizes are numbers."""
-    kept = type(keys) is int and type(p) is int
-    return _numbers(factor, keys, p) if kept else number_of(factor, keys, p)
-
-
-_numbers = functools.lru_cache(maxsize=256)(number_of)

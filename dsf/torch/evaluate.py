@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dsf.language.expr import ARITHMETIC, KEY, Expr, children_first, const
 from dsf.language.primitives import PRIMITIVES
@@ -31,10 +32,12 @@ def disturbed(seed: int, share: float = DISTURBANCE) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def number_of(x: Expr, keys: int, p: int) -> float:
-    """The value of an expression without inputs, undisturbed."""
+    """The value of an expression without inputs, undisturbed; also while a graph is traced, whose tensors have none."""
     token = _disturbing.set(None)
     try:
-        return float(Evaluator({const(0): torch.zeros((), dtype=torch.float64)}, keys, p)(x))
+        with _disable_current_modes():
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")
+            return float(Evaluator({const(0): zero}, keys, p)(x))
     finally:
         _disturbing.reset(token)
 
