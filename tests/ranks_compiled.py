@@ -1,6 +1,6 @@
 """What two GPUs of tests/test_gpu_ranks.py do: compiled layers on packed sequences that are spread over both.
 
-torchrun --nproc-per-node 2 tests/ranks_compiled.py FOLDER: writes {case: what was found} to FOLDER/RANK.json.
+torchrun --nproc-per-node 2 tests/ranks_compiled.py FOLDER NAME ...: writes {case: what was found} to FOLDER/RANK.json.
 """
 
 import json
@@ -55,12 +55,12 @@ def compared(cp, name):
 
 
 def main():
-    folder = Path(sys.argv[1])
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or NAMES
     dist.init_process_group("nccl", timeout=timedelta(seconds=120))
     torch.cuda.set_device(dist.get_rank())
     cp = dsf.parallel.Sequence(init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"])
     found = {}
-    for name in NAMES:
+    for name in names:
         try:
             found[name] = compared(cp, name)
         except Exception as error:

@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True) of whole public calls and steps: the same numbers, forward and backward, at any T."""
 
+import contextlib
 import copy
 import pickle
 
@@ -112,6 +113,19 @@ def test_a_graph_does_not_ask_what_older_releases_cannot_trace(monkeypatch):
     for parallel in (None, dsf.parallel.Simulated(2)):
         call = torch.compile(lambda x, world=parallel: layer(x, parallel=world)[0], fullgraph=True, backend="eager")
         torch.testing.assert_close(call(x), layer(x)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_of_packed_sequences_over_ranks(monkeypatch):
+    """As on torch up to 2.12, where `is_compiling` is false inside a node: it kept boundaries without values for later
+    calls. And of other boundaries there was no graph, since torch made symbols of them."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch.compiler, "_compile_session_context", contextlib.nullcontext, raising=False)
+    layer, world, x = mixers.RGLRU(16).requires_grad_(False), dsf.parallel.Simulated(2), torch.randn(1, 12, 16)
+    call = torch.compile(lambda p: layer(x, None, p, parallel=world)[0], fullgraph=True, backend="eager")
+    for bounds in ([0, 3, 3, 9, 12], [0, 7, 7, 10, 12]):
+        packing = dsf.Packing(bounds)
+        for _ in range(2):
+            torch.testing.assert_close(call(packing), layer(x, None, packing)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_graph_does_not_ask_whether_a_gpu_is_captured():

@@ -7,11 +7,12 @@ its torch operations and kernels are traced by the later stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from dsf.call.bind import Bound, bind
@@ -123,7 +124,21 @@ def call_in_graph(
     count = len(tensors) - len(names)
     kwargs = dict(zip(names, tensors[count:], strict=True))
     packing = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-    return getattr(Calls.recurrence(_declared(name)), method)(tensors[:count], kwargs, state, *options, **packing)
+    run = getattr(Calls.recurrence(_declared(name)), method)
+    with _compiling_where_traced(tensors):
+        return run(tensors[:count], kwargs, state, *options, **packing)
+
+
+@contextmanager
+def _compiling_where_traced(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it torch says that it compiles where it does, so that tensors without values are not kept for later calls:
+    before torch 2.13 it does not say so inside a node."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or any(type(x) not in (Tensor, nn.Parameter) for x in tensors)
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:

@@ -34,8 +34,7 @@ class Packing:
     Raises InputError for anything but a one-dimensional integer tensor or numbers that begin with 0 and never decrease.
     """
 
-    __slots__ = ("_backwards", "_placed", "bounds")
-    bounds: Bounds
+    __slots__ = ("_backwards", "_bounds", "_placed", "_words")
 
     def __init__(self, cu_seqlens: Tensor | Iterable[int]) -> None:
         if isinstance(cu_seqlens, Tensor):
@@ -45,7 +44,7 @@ class Packing:
         else:
             found = [operator.index(x) for x in cu_seqlens]
         check_bounds("Packing", found, found[-1] if found else 0)
-        self.bounds = tuple(found)
+        self._bounds, self._words = tuple(found), " ".join(map(str, found))
         self._placed: dict[torch.device, Tensor] = {}
         self._backwards: Packing | None = None
         if isinstance(cu_seqlens, Tensor):
@@ -53,6 +52,13 @@ class Packing:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Packing, (self.bounds,)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The boundaries, S + 1 numbers."""
+        if torch.compiler.is_dynamo_compiling():  # which makes symbols of numbers that change, but not of words
+            return tuple(int(word) for word in self._words.split())
+        return self._bounds
 
     def __len__(self) -> int:
         """S, the number of sequences."""
