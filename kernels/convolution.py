@@ -203,7 +203,7 @@ def _packed(x: Tensor, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tenso
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     column = torch.arange(tokens, device=x.device)
     # Sequence s begins at column cu[s] + s(K-1) of the padded row; outputs land K-1 before tokens.
-    output = column + torch.searchsorted(cu_seqlens[1:], column, right=True) * past
+    output = column + (torch.searchsorted(cu_seqlens, column, right=True) - 1) * past
     begin = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * past
     window = begin.unsqueeze(1) + torch.arange(past, device=x.device)  # [S, K-1]
     padded = x.new_zeros(1, channels, tokens + sequences * past)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dsf import Packing, Recurrence
 from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing, flipped_rows, refuse
-from dsf.call.packing import tensor_of
+from dsf.call.packing import sequence_of, tensor_of
 from dsf.kernels.operators import is_cast
 from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
@@ -86,7 +86,7 @@ class Span(NamedTuple):
                 column + (0 if self.before is None else self.before.unsqueeze(1)) + column.new_zeros(like.shape[0], 1)
             )
         begin = self.cu_seqlens.to(like.device, torch.long)
-        row = torch.searchsorted(begin[1:], column, right=True)
+        row = sequence_of(begin, column)
         moved = -begin[:-1] if self.before is None else self.before - begin[:-1]
         return (column + moved[row]).unsqueeze(0)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dsf.call.packing import sequence_of
+
 
 class TokenShift(nn.Module):
     """x_t -> x_{t-1}: a short convolution of 2 taps, (1, 0). Its state is the last token, zeros before the start.
@@ -33,12 +35,13 @@ class TokenShift(nn.Module):
             past = torch.cat([first.unsqueeze(1), x], dim=1)
             last = past[:, -1] if x.shape[1] == 1 else x[:, -1].clone()  # a view would keep all of x
             return past[:, :-1], last.unsqueeze(-1)
-        begin, end = cu_seqlens[:-1].to(x.device, torch.long), cu_seqlens[1:].to(x.device, torch.long)
+        bounds = cu_seqlens.to(x.device, torch.long)
+        begin, end = bounds[:-1], bounds[1:]
         # One spare place: where a sequence is empty at the end of the row, its first token would be at T.
         shifted = torch.cat([x[:, :1], x], dim=1)
         empty = (begin == end).unsqueeze(1)
         last = torch.where(empty, first, shifted[0].index_select(0, end))
         token = torch.arange(x.shape[1], device=x.device)
-        row = torch.searchsorted(end, token, right=True)
+        row = sequence_of(bounds, token)
         begins = (token == begin[row]).unsqueeze(1)
         return torch.where(begins, first[row], shifted[0, :-1]).unsqueeze(0), last.unsqueeze(-1)

@@ -118,6 +118,23 @@ def test_a_layer_is_one_graph(name):
         assert n.removeprefix("_orig_mod.") == m and (a - b).norm() <= 1e-4 * b.norm().clamp(min=1e-6), n
 
 
+@pytest.mark.parametrize("name", ["rg_lru", "retnet", "rwkv6", "gated_deltanet", "softmax_attention"])
+def test_packed_sequences_in_a_compiled_layer(name):
+    """By Inductor, which took no part of boundaries that the graph computes; of other boundaries, the same graph."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = mixers.get(name).module(64).cuda()
+    x, dy = torch.randn(2, 1, 200, 64, device="cuda")
+    whole = torch.compile(lambda x, bounds: layer(x, None, bounds, use_cache=False), fullgraph=True)
+    for bounds in ([0, 3, 3, 130, 200], [0, 64, 127, 199, 200]):
+        packed = torch.tensor(bounds, device="cuda", dtype=torch.int32)
+        leaf = x.clone().requires_grad_()
+        pairs = [torch.autograd.grad(f(leaf, packed)[0], [leaf, *layer.parameters()], dy)
+                 for f in (whole, lambda x, b: layer(x, None, b, use_cache=False))]  # fmt: skip
+        for a, b in zip(*pairs, strict=True):
+            assert (a - b).norm() <= 1e-4 * b.norm().clamp(min=1e-6)
+
+
 @pytest.mark.parametrize("width", [64, 6], ids=["blocks within heads", "blocks across heads"])
 def test_mlstm_s_maps_are_the_definition_s(width):
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, named_axes
 from dsf.call.cost import CONVOLUTION
+from dsf.call.packing import sequence_of
 from dsf.call.plan import Plan
 from dsf.kernels.turns import SumsApart, turn_pairs, turned_back, whole_turns_left_out
 from dsf.language.annotations import Input
@@ -45,7 +46,7 @@ class Places:
         """The positions from boundaries [S + 1], a tensor on the device or numbers."""
         at = bounds.long() if isinstance(bounds, Tensor) else torch.tensor(bounds, device=device)
         numbers = torch.arange(tokens, device=device)
-        which = torch.searchsorted(at, numbers, right=True) - 1
+        which = sequence_of(at, numbers)
         starts = at[:-1]
         return cls(numbers == starts[which], which, starts, (at[1:] - 1).clamp(min=0), at[1:] > starts)
 

@@ -148,6 +148,12 @@ class Batch:
         return {name: x[0][self.index] for name, x in timed.items()}
 
 
+def sequence_of(bounds: Tensor, places: Tensor) -> Tensor:
+    """The number of each place's sequence, from boundaries [S + 1]. These are searched whole, since Inductor of torch
+    2.11 does not search a part of boundaries that a graph computes (bounds[1:])."""
+    return torch.searchsorted(bounds, places, right=True) - 1
+
+
 def is_hidden(cu_seqlens: Tensor) -> bool:
     """True where the values cannot be read: under torch.compile, for tensor subclasses, and while a CUDA graph is
     captured, whose replays may have other boundaries."""

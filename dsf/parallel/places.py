@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsf.call.calls import allowing
+from dsf.call.packing import sequence_of
 from dsf.parallel.agree import check_tokens
 from dsf.parallel.collectives import Gather, Request
 from dsf.parallel.layout import host_bounds
@@ -58,7 +59,7 @@ def places_of(world: World, x: Tensor, cu_seqlens: Any, counted: bool) -> Places
     if not counted:
         return Places(begins)
     edges, own = packing.edges(device), packing.positions(rank, device)
-    row = torch.searchsorted(edges[1:], own, right=True)
+    row = sequence_of(edges, own)
     return Places(begins, own - edges[row], row, edges[-1])
 
 

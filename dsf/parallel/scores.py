@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from dsf.call.attention import after_kernels, finish, scores_options
 from dsf.call.bind import Bound
 from dsf.call.operands import Operands, kernel_operands, operands
+from dsf.call.packing import sequence_of
 from dsf.call.run import timed_inputs
 from dsf.kernels import scores
 from dsf.kernels.attention import KVCache, extend, spread_heads
@@ -152,7 +153,7 @@ class _Whole:
         rest = iter(parts)
         k, v = next(rest), next(rest)
         bounds = packing.edges(k.device)
-        row = torch.searchsorted(bounds[1:], torch.arange(k.shape[2], device=k.device), right=True)
+        row = sequence_of(bounds, torch.arange(k.shape[2], device=k.device))
         before = bounds[row]
         log, gain, angle = (None if y is None else next(rest).double() for y in (x.log, x.gain, x.angle))
 
@@ -177,7 +178,7 @@ class _Whole:
             back = -whole_turns_left_out(self.angle.index_select(2, at), a.dtype)
             a = turn_pairs(a.unsqueeze(-1), spread_heads(back, a.shape[1]).unsqueeze(-1)).squeeze(-1)
         every = torch.arange(self.k.shape[2], device=a.device)
-        row = torch.searchsorted(self.bounds[1:], every, right=True)
+        row = sequence_of(self.bounds, every)
         place = (every + APART * row)[None] if self.packed else every[None]
         late = None if self.late is None else self.late.index_select(2, at)
         k, v, early = self.k, self.v, self.early

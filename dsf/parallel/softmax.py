@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsf.call.bind import Bound, check_cache
 from dsf.call.operands import fused_operands, operands
+from dsf.call.packing import sequence_of
 from dsf.call.recurrence import Recurrence
 from dsf.call.run import timed_inputs
 from dsf.kernels.attention import KVCache, extend, fused, softmax_matrix, spread_heads
@@ -176,7 +177,7 @@ def _seen(packing: Packing, rank: int, cache: KVCache, packed: bool, device: tor
         parts = [held[:, None].expand(batch, tokens, -1), seen[None].expand(batch, tokens, -1)]
         return torch.cat(parts, dim=2)[:, None]
     bounds = packing.edges(device)
-    mine, theirs = (torch.searchsorted(bounds[1:], x, right=True) for x in (own, every))
+    mine, theirs = (sequence_of(bounds, x) for x in (own, every))
     same = mine[:, None] == torch.arange(packing.sequences, device=device)[None]  # [T, S]
     seen = torch.cat([(same[..., None] & held[None]).flatten(1), seen & (mine[:, None] == theirs[None])], dim=1)
     return seen[None, None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsf import KVCache, Packing
-from dsf.call.packing import tensor_of
+from dsf.call.packing import sequence_of, tensor_of
 from dsf.kernels.rotary import angles, rotary
 from dsf.language.errors import InputError
 from dsf.mixers import MixerState, SoftmaxAttention
@@ -34,7 +34,7 @@ def positions_of(
         return places[None] if past is None else places[None] + past[:, None]
     placed = cu_seqlens.on(device) if isinstance(cu_seqlens, Packing) else cu_seqlens
     bounds = placed.to(device, torch.long)
-    sequence = torch.searchsorted(bounds[1:], places, right=True)
+    sequence = sequence_of(bounds, places)
     own = places - bounds[sequence]
     return (own if past is None else own + past[sequence])[None]
 
