@@ -111,6 +111,15 @@ def test_one_tensor_for_several_inputs(recurrence):
         assert_same(y.double(), recurrence(**{n: x.double() for n, x in now.items()}, form="naive"))
 
 
+@pytest.mark.parametrize("recurrence", [mixers.deltanet, mixers.s6, mixers.dss], ids=lambda r: r.name)
+def test_the_first_call_takes_inputs_by_name_in_any_order(recurrence):
+    """Later calls of these shapes find them in order."""
+    given = {n: x.float() for n, x in reversed(sample(recurrence, tokens=1, batch=3, heads=5).items())}
+    found = [recurrence(**given, backend="triton") for _ in range(2)]
+    assert_same(found[0].double(), recurrence(**{n: x.double() for n, x in given.items()}, form="naive"))
+    assert torch.equal(*found)
+
+
 def test_programs_take_several_heads_where_these_are_small():
     from dsf.kernels.triton.pointwise.step_ops import _heads_of
 

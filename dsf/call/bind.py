@@ -49,7 +49,8 @@ class Turns(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """One call's checked inputs: tensors by name, sizes, the inputs' dtype, the computing dtype, the device.
+    """One call's checked inputs: tensors by name in the declaration's order, sizes, the inputs' dtype, the computing
+    dtype, the device.
 
     turns: of calls whose keys and queries kernels have turned.
     """
@@ -106,7 +107,7 @@ def _match(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
     missing = [n for n in names if n not in given]
     if missing:
         raise InputError(f"{spec.name}: missing input{'s' * (len(missing) > 1)} {', '.join(f'`{m}`' for m in missing)}")
-    return given
+    return {name: given[name] for name in names}
 
 
 def _check_tensor(spec: Spec, name: str, kind: Kind, x: Any, one_token: bool) -> None:
