@@ -298,9 +298,10 @@ class Mixer(Owner, Divided):
         window = self.conv1d.state_size if conv and self.conv1d is not None else 0
         return heads * rows * columns + window
 
-    def check_state(self, state: Any, rows: int | None = None) -> None:
-        """Refuse a state that a layer of another kind or size returned, in what is not the recurrence's, which checks
-        its own. rows: sequences, None not to count them. Raises InputError."""
+    def check_state(self, state: Any, rows: int | None = None, device: torch.device | None = None) -> None:
+        """Refuse a state that a layer of another kind or size returned, or on another device, in what is not the
+        recurrence's, which checks its own. rows: sequences; device: of x; None to look at neither. Raises InputError.
+        """
         name, conv = type(self).__name__, self.conv1d
         if not isinstance(state, MixerState):
             raise InputError(f"{name}: state is of type {type(state).__name__}, expected what an earlier call returned")
@@ -316,6 +317,8 @@ class Mixer(Owner, Divided):
         for part in (state.conv, state.position):
             if part is not None and rows is not None and part.shape[0] != rows:
                 raise InputError(f"{name}: the state holds {part.shape[0]} sequences, the call has {rows}")
+            if part is not None and device is not None and part.device != device:
+                raise InputError(f"{name}: the state is on {part.device}, but x is on {device}")
 
     def _prepare(
         self,
@@ -330,7 +333,7 @@ class Mixer(Owner, Divided):
         """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`). keep: it is wanted."""
         bounds = tensor_of(cu_seqlens, x.device)
         if state is not None:
-            self.check_state(state, x.shape[0] if bounds is None else bounds.shape[0] - 1)
+            self.check_state(state, x.shape[0] if bounds is None else bounds.shape[0] - 1, x.device)
         u, side = self.project(x)
         span = Span(state is None, bounds, None if state is None else state.position)
         if world is not None:

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import dsf
 from dsf import mixers
@@ -211,6 +212,18 @@ def test_states_of_another_number_of_sequences_are_refused(name):
             layer(given, state, **more)
     with pytest.raises(dsf.InputError, match="type tuple"):
         layer(x, tuple(state))
+
+
+@pytest.mark.parametrize("name", ["rwkv4", "gated_deltanet", "retnet", "softmax_attention"])
+def test_states_on_another_device_are_refused(name):
+    """A GPU's kernels would read a window of the host where there is nothing."""
+    layer, x = make(name), torch.randn(2, 3, 32)
+    state = tree_map_only(torch.Tensor, lambda part: part.to("meta"), layer(x)[1])
+    for call in (lambda: layer(x, state), lambda: layer.step(x[:, 0], state)):
+        with pytest.raises(dsf.InputError, match="on meta"):
+            call()
+    with torch.no_grad(), pytest.raises(dsf.InputError, match="on meta"):
+        layer.step(x[:, 0], state, in_place=True)
 
 
 # One entry for each layer with heads; of softmax attention one that torch's own attention does not run.
