@@ -21,11 +21,13 @@ from dsf.kernels.scan import associative_scan, combine_dense
 def turned_decay(decay: Tensor, angle: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """decay and cross [..., N, p] (dsf.kernels.operators) of a decay after a turn.
 
-    decay: [..., 1 or N, p]; angle: [..., 1 or N, 1], equal within pairs.
+    decay: [..., 1 or N, p]; angle: [..., 1 or N, 1], equal within pairs: the even place is read, as in the other
+    forms, so that the gradient goes there.
     """
-    sine = angle.sin().expand(*angle.shape[:-2], n, 1)[..., ::2, :]
-    signed = torch.stack([-sine, sine], dim=-2).flatten(-3, -2)
-    return (decay * angle.cos()).expand(*(-1,) * (decay.dim() - 2), n, -1), decay * signed
+    angle = angle.expand(*angle.shape[:-2], n, 1)[..., ::2, :]
+    cosine, sine = angle.cos(), angle.sin()
+    same, signed = (torch.stack(x, dim=-2).flatten(-3, -2) for x in ((cosine, cosine), (-sine, sine)))
+    return decay * same, decay * signed
 
 
 def turn_pairs(x: Tensor, angle: Tensor) -> Tensor:

@@ -175,6 +175,26 @@ def test_laws(r, law):
         assert not broken, f"{form}: {broken}"
 
 
+@dsf.recurrence
+def lagged_pairs(q: Key, k: Key, v: Value, r: Pair, t: Pair) -> System:
+    """The product of a Pair and a Key of the token before, and turns of that token's angles."""
+    return System(A=turn(prev(t)), B=prev(r * k * v), C=q)
+
+
+@dsf.recurrence
+def lagged_ellipses(q: Key, k: Key, v: Value, a: Key, t: Pair) -> System:
+    return System(A=diag(sigmoid(a)) @ turn(prev(t)), B=k * v, C=q)
+
+
+@pytest.mark.parametrize("r", [lagged_pairs, lagged_ellipses], ids=lambda r: r.name)
+def test_pairs_of_the_token_before(r):
+    """Their forms end in no error, and agree on the gradient of what the state holds of them."""
+    subject, example = Subject(r, ranges_of(r.spec)), Example(tokens=9, n=4, p=3, initial=True, seed=3)
+    for form in r.forms:
+        broken = [x for x in LAWS["forms"].measure(subject, form, example) if not x.ok]
+        assert not broken, f"{form}: {broken}"
+
+
 def test_states_are_the_declarations_and_hold_factors_not_products():
     x = sample(two_tokens, T=5, N=6, P=4)
     _, state = two_tokens(**x, return_state=True)

@@ -115,7 +115,8 @@ class Frame:
     @property
     def words(self) -> dict[Expr, Expr]:
         """For every leaf's node, repeated input and torch input, its expression in terms of the declaration."""
-        found = {node: source for source, node in (*self.pairs, *self.torch)}
+        found = {node: Expr("spread", (source,)) for source, node in self.pairs}
+        found |= {node: source for source, node in self.torch}
         for leaf in self.leaves:
             before = substitute(leaf.source, found)
             for node in leaf.nodes:
