@@ -68,6 +68,12 @@ def erasing_ratio(q: Key, k: Key, v: Value, a: Scalar, b: Scalar) -> System:
 
 
 @dsf.recurrence
+def momentary_ratio(q: Key, k: Key, v: Value, i: Scalar) -> System:
+    """A decay of the number 0, whose logarithm no expression has, beside a running maximum."""
+    return System(A=0, B=exp(i) * k * v, C=q, normalize=lambda n, d, one: n / (dsf.abs(d) + one))
+
+
+@dsf.recurrence
 def fading_rows(q: Key, k: Key, v: Value, g: Key, a: Scalar, s: Scalar) -> System:
     """A decay for each key, one for all, a strength of writing and a gated readout."""
     return System(A=diag(exp(g) * sigmoid(a)), B=k * (s * v), C=q * sigmoid(s))
@@ -186,7 +192,7 @@ def moved_in_steps(q: Key, k: Steps[Key, 2], u: Key, v: Value, g: Key, s: Scalar
 SUMMED = [twice_erased, thrice_erased, decayed_apart, twice_moved, moved_in_steps, early_in_steps, apart_in_steps]
 UNSEEN = [swinging, turning, forgetful_delta, late_ratio, driven_ratio, erasing_ratio, fading_rows, fading_delta]
 UNSEEN += [leaning_rows, moving_rows, sure_rows, skipping_rows, gated, late_gate, single_steps]
-UNSEEN += [early_delta, apart_delta]
+UNSEEN += [early_delta, apart_delta, momentary_ratio]
 
 
 @dsf.recurrence

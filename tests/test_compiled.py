@@ -209,6 +209,7 @@ FAMILIES = {
             "driven_ratio": of(matrix.driven_ratio),
             "turning": of(matrix.turning),
             "erasing_ratio": of(matrix.erasing_ratio),
+            "momentary_ratio": of(matrix.momentary_ratio),
             "gated": of(matrix.gated),
             "single_steps": of(matrix.single_steps),
             "mamba3_mimo": of("mamba3_mimo", every_way, **FEW),

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dsf.kernels.operators import broadcast_shape
 from dsf.kernels.problem import Problem
-from dsf.language.expr import KEY, VALUE, const
+from dsf.language.expr import KEY, VALUE, Expr, const
+from dsf.language.functions import abs as absolute
 from dsf.language.spec import Row, Spec
 from dsf.torch.columns import Columns, skip_columns, tiled
 from dsf.torch.evaluate import Evaluator, stack_rows
@@ -26,6 +27,14 @@ FLOOR = -1e3
 # Logarithm of the most that the number 1 is in the scale of num and den: e^80 leaves float32 room for a factor of 10^3,
 # and num is nothing beside it unless the rule has a small factor of 1, such as a sink of e^-90.
 MOST = {torch.float32: 80.0, torch.float64: 350.0}
+
+
+def drift_of(decay: Expr, log: Expr | None) -> Expr:
+    """By how much a decay moves the running maximum. log: its logarithm where one is derived.
+
+    The nodes are made here, as dsf.language.functions refuse the logarithm of a decay that is the number 0.
+    """
+    return Expr("maximum", (Expr("log", (absolute(decay),)) if log is None else log, const(FLOOR)))
 
 
 def largest_gain(spec: Spec, values: Evaluator, row: Row, shape: tuple[int, int, int, int]) -> Tensor | None:

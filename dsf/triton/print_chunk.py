@@ -23,12 +23,12 @@ from dsf.kernels.triton.pointwise.programs import MADE_THERE, VECTORS, Access, M
 from dsf.language.bounds import bounds
 from dsf.language.expr import KEY, REDUCTIONS, VALUE, Expr, children_first, inputs_of, substitute
 from dsf.language.functions import abs as absolute
-from dsf.language.functions import exp, log, maximum, minimum, where
+from dsf.language.functions import exp, minimum, where
 from dsf.language.operator import factors_of, product_of, times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
-from dsf.torch.stabilise import FLOOR
+from dsf.torch.stabilise import drift_of
 from dsf.triton.operands import UNIT, WRITTEN, ZERO, Operands
 from dsf.triton.print_pointwise import Body, Writer
 from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indented, pairing, symbol
@@ -149,8 +149,7 @@ class _Writer(Writer):
     def _level_exprs(self) -> tuple[Expr, Expr]:
         assert self.ops.gains is not None and self.ops.decays is not None
         decay = self.ops.decays[0]
-        drift = maximum(decay if self.ops.log else log(absolute(decay)), FLOOR)
-        return drift, self.ops.gains[0]
+        return drift_of(decay, decay if self.ops.log else None), self.ops.gains[0]
 
     def _vectors(self) -> list[Expr]:
         """The inputs of TURNED, if all are per-token Keys used only there, and key by key; else none."""

@@ -17,13 +17,12 @@ from dsf.kernels.triton.pointwise.step_ops import StepProgram
 from dsf.language.derived import derived
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, substitute
 from dsf.language.frame import Frame, roots_of
-from dsf.language.functions import abs as absolute
-from dsf.language.functions import exp, log, maximum, minimum, sum_key, sum_value
+from dsf.language.functions import exp, maximum, minimum, sum_key, sum_value
 from dsf.language.operator import times
 from dsf.language.primitives import log_of
 from dsf.language.spec import Row, Spec
 from dsf.language.system import DEN, NUM, ONE
-from dsf.torch.stabilise import FLOOR
+from dsf.torch.stabilise import drift_of
 from dsf.triton.operands import is_delta
 from dsf.triton.pairs import OTHER, SIDE, Pairs
 from dsf.triton.print_pointwise import Body
@@ -105,8 +104,7 @@ def _advance(row: Row, ones: Row | None, now: _Moment, pairs: Pairs) -> _Moment:
     level, moved = now.level, None
     if now.level is not None:
         decay = row.normal.decay
-        drift = log_of(decay)
-        level = now.level + maximum(drift if drift is not None else log(absolute(decay)), FLOOR)
+        level = now.level + drift_of(decay, log_of(decay))
         for term in row.terms:
             level = maximum(level, term.gain if term.gain is not None else 0.0)
         if KEY in level.axes:  # y and corrections sum over entries, which therefore share one level
