@@ -25,7 +25,14 @@ from dsf.parallel.places import places_of
 from dsf.parallel.tokens import gather_tokens
 from dsf.parallel.world import World
 
-RECURRENCES = [e.recurrence for e in mixers.ZOO] + ALL
+
+@dsf.recurrence
+def divided_entries(q: Key, k: Key, v: Value, a: Key, b: Value) -> System:
+    """A decay for every entry, of num and den alike."""
+    return System(A=sigmoid(a + b), B=k * v, C=q, normalize=lambda n, d, one: n / (one + d * d / one), drive=v)
+
+
+RECURRENCES = [*(e.recurrence for e in mixers.ZOO), *ALL, divided_entries]
 SOLVED = [r for r in RECURRENCES if r.spec.system.solve is not None]
 # Seeds by which the law draws contiguous shards (one of them empty), head and tail, and packed sequences.
 EXAMPLES = [

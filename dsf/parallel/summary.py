@@ -144,7 +144,7 @@ class Summary:
             fixed, moving = factors
             return (self._values(fixed, begin, end)[:, 0] * self._over_tokens(moving, begin, end, torch.sum)).exp()
         if frame.rows > 1 and frame.columns > 1 and not frame.gain:  # no tensor of [B, T, H, N, P]
-            ones = self.like().new_ones(self.sizes.batch, self.sizes.heads, frame.n, frame.plain)
+            ones = self.like().new_ones(self.sizes.batch, self.sizes.heads, frame.n, frame.columns)
             return self._free(self.part(begin, end), ones)
         if spec.log_decays is not None:
             logs = [self._over_tokens(x, begin, end, torch.sum) for x in spec.log_decays]
