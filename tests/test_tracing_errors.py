@@ -789,3 +789,38 @@ def test_the_options_of_a_system_are_written_in_their_order():
     for text in (page, hint(TypeError("System.__init__() missing"))):
         found = re.search(r"System\((A, B, C.*?)\)", text)
         assert found and [x.partition("=")[0] for x in found[1].split(", ")] == names
+
+
+def test_inputs_of_another_declaration_are_refused():
+    """A helper that keeps an expression from one declaration to the next; a call ended in a KeyError."""
+    kept = []
+
+    def gate(x):
+        kept.append(dsf.sigmoid(x))
+        return kept[0]
+
+    @dsf.recurrence
+    def first(q: Key, k: Key, v: Value, a: Scalar):
+        return System(A=gate(a), B=k * v, C=q)
+
+    def second(q: Key, k: Key, v: Value, b: Scalar):
+        return System(A=gate(b), B=k * v, C=q * b)
+
+    def third(q: Key, k: Key, v: Value, a: Value):
+        return System(A=gate(a), B=k * v, C=q, D=a)
+
+    for wrong in (second, third):
+        assert re.search("`a` is an input of another declaration, not of this one; make", refused(wrong))
+
+
+def test_a_recurrence_inside_another_is_answered_with_what_to_write():
+    @dsf.recurrence
+    def inside(q: Key, k: Key, v: Value):
+        return System(A=0.9, B=k * v, C=q)
+
+    def outside(q: Key, k: Key, v: Value):
+        return System(A=0.5, B=k * inside(q, k, v), C=q)
+
+    assert re.search(
+        "got Expr; recurrences are called on tensors: call this one before, and give its y", refused(outside)
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dsf.language.errors import InputError
+
 FUNCTIONS: set[str] = set()  # names of dsf.language.functions
 _OF_AXES = {"T", "mT", "H", "mH", "t", "transpose", "permute", "movedim", "unsqueeze", "squeeze", "view", "reshape"}
 OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "power": "pow"}
@@ -78,6 +80,8 @@ def hint(error: Exception) -> str:
     if name and (isinstance(error, NameError) or of_dsf):
         near = difflib.get_close_matches(name, known, cutoff=0.5)
         return f"; near names of dsf: {', '.join(near)}" if near else ""
+    if isinstance(error, InputError):
+        return "; recurrences are called on tensors: call this one before, and give its y as an input"
     if isinstance(error, IndexError):
         return "; of Steps[..., n] inputs there are n, the first at 0"
     if isinstance(error, TypeError) and str(error).startswith("System.__init__()"):

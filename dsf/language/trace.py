@@ -81,7 +81,9 @@ def _check(spec: Spec) -> None:
     """Check the whole System. Raises TraceError."""
     if spec.system.C is None:
         raise TraceError("System needs a readout C: a Key that reads the state, or 1 where it has no Key axis")
-    used = {n.attrs[0] for n in inputs_of(*_roots(spec))}
+    nodes = inputs_of(*_roots(spec))
+    _check_own(spec, nodes)
+    used = {n.attrs[0] for n in nodes}
     for entry in spec.inputs:
         if entry.name not in used:
             raise TraceError(f"input `{entry.name}` is never used; leave it out, or use it", about=SIGNATURE)
@@ -108,6 +110,20 @@ def _check(spec: Spec) -> None:
     check_attention(spec, _roots(spec))
     if spec.rule is not None:
         _check_rule(spec, spec.rule)
+
+
+def _check_own(spec: Spec, nodes: list[Expr]) -> None:
+    """Raise TraceError for inputs of another declaration, as a function that keeps expressions may give them."""
+    own = set[Expr]()
+    for entry in spec.inputs:
+        made = _symbol(entry.name, entry.kind)
+        own |= {*inputs_of(*(made if isinstance(made, tuple) else (made,)))}
+    for node in nodes:
+        if node not in own:
+            raise TraceError(
+                f"`{node}` is an input of another declaration, not of this one; make expressions of the function's own "
+                "parameters in every call"
+            )
 
 
 def _annotated(spec: Spec, *exprs: Expr) -> str:
