@@ -25,7 +25,13 @@ def channels_forget(q: Key, k: Key, v: Value, g: Value) -> System:
     return System(A=exp(-(g**2)), B=k * v + q * g, C=q)
 
 
-EVERY = [*UNSEEN, *DECODED, channels_forget, *FRAMED, *ONE_LEVEL, *BY_CHANNEL]
+@dsf.recurrence
+def turned_by_a_number(q: Key, k: Key, v: Value, g: Key) -> System:
+    """An angle of no input, whose sine and cosine are those of a number."""
+    return System(A=dsf.diag(dsf.sigmoid(g)) @ dsf.turn(0.5), B=k * v, C=q)
+
+
+EVERY = [turned_by_a_number, *UNSEEN, *DECODED, channels_forget, *FRAMED, *ONE_LEVEL, *BY_CHANNEL]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -175,3 +181,14 @@ def test_operators_pass_opcheck(name):
     state = torch.zeros(2, 2, *recurrence.state_shape(N=3, P=4))
     torch.library.opcheck(matrix_step, (operands, state, step_of(recurrence.spec)[1]))
     torch.library.opcheck(matrix_step_in_place, (operands, state, step_of(recurrence.spec)[1]))
+
+
+def test_angles_that_are_numbers_in_calls():
+    given = {n: x.float().requires_grad_() for n, x in sample(turned_by_a_number, tokens=3).items()}
+    wide = {n: x.detach().double().requires_grad_() for n, x in given.items()}
+    y, expected = turned_by_a_number(**given, backend="triton"), turned_by_a_number(**wide, form="naive")
+    assert_same(y.double(), expected)
+    for a, b in zip(
+        *(torch.autograd.grad(x.sum(), [*of.values()]) for x, of in ((y, given), (expected, wide))), strict=True
+    ):
+        assert_same(a.double(), b)

@@ -308,7 +308,7 @@ def cos_sin(x):
     Products with 1 / 2π in two parts are exact, as they are added before they are rounded; NumPy rounds both.
     """
     if INTERPRETED:
-        found = circle(x.to(tl.float64) * PER_TURN)
+        found = circle(tl.cast(x, tl.float64) * PER_TURN)  # of a number, too, which has no .to here
     else:
         turns = tl.floor(x * PER_TURN + 0.5)
         part = tl.fma(x, PER_TURN_LOW, tl.fma(x, PER_TURN_HIGH, -turns))
