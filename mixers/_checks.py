@@ -25,7 +25,7 @@ def check_call(
 ) -> None:  # fmt: skip
     """What a layer checks of a call, together with the ranks that share the tokens. Raises InputError."""
     if tokens:
-        check_tokens(layer, tokens)
+        check_tokens(layer, x, tokens)
     if type(use_cache) is not bool or type(reverse) is not bool:
         check_switches(type(layer).__name__, use_cache=use_cache, reverse=reverse)  # type: ignore[unreachable]
 
@@ -53,9 +53,9 @@ def named_tokens(arguments: Callable[..., Any]) -> tuple[str, ...] | None:
     return None if any(p.kind is p.VAR_KEYWORD for p in found) else tuple(p.name for p in found)
 
 
-def check_tokens(layer: Any, tokens: Mapping[str, Any], call: Sequence[str] = CALL) -> None:
-    """Refuse arguments that the layer does not have, and per-token ones that are no tensors. call: the other arguments
-    beside x. Raises InputError."""
+def check_tokens(layer: Any, x: Any, tokens: Mapping[str, Any], call: Sequence[str] = CALL) -> None:
+    """Refuse arguments that the layer does not have, and per-token ones that are no tensors [B, T, ...] beside
+    x [B, T, d_model], or [B, ...] beside one token [B, d_model]. call: the other arguments. Raises InputError."""
     known, name = layer.beside_x, type(layer).__name__
     for given, value in tokens.items():
         if known is not None and given not in known:
@@ -64,6 +64,11 @@ def check_tokens(layer: Any, tokens: Mapping[str, Any], call: Sequence[str] = CA
             raise InputError(f"{name}: there is no argument {given}; {hint}")
         if not isinstance(value, Tensor):
             raise InputError(f"{name}: {given} must be a tensor with a number for every token, got {value!r}")
+        sizes = list(x.shape[:-1]) if isinstance(x, Tensor) else []
+        if list(value.shape[: len(sizes)]) != sizes:
+            raise InputError(
+                f"{name}: {given} has shape {list(value.shape)}, expected {sizes} and what belongs to a token"
+            )
 
 
 def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:

@@ -258,7 +258,7 @@ class Mixer(Owner, Divided):
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
         check_input(self, x, step=True)
-        check_tokens(self, tokens, ("state", "in_place"))
+        check_tokens(self, x, tokens, ("state", "in_place"))
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         if type(in_place) is not bool:
             check_switches(type(self).__name__, in_place=in_place)  # type: ignore[unreachable]
@@ -285,7 +285,7 @@ class Mixer(Owner, Divided):
     ) -> dict[str, Tensor]:
         """The inputs of `recurrence` in `forward`, by name: `m.recurrence.trajectory(**m.inputs(x))`."""
         check_input(self, x)
-        check_tokens(self, tokens, ("state", "cu_seqlens"))
+        check_tokens(self, x, tokens, ("state", "cu_seqlens"))
         return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:

@@ -331,6 +331,7 @@ def test_an_argument_that_was_meant_is_named():
         (lambda: mixers.GLA(32).step(x[:, 0], inplace=True), "did you mean in_place"),
         (lambda: mixers.GLA(32).inputs(x, foo=x), "beside x it takes state, cu_seqlens$"),
         (lambda: mixers.RGLRU(32)(x, reset=3), "reset must be a tensor with a number for every token, got 3"),
+        (lambda: mixers.RGLRU(32)(x, reset=x[:, :1, 0]), r"reset has shape .1, 1., expected .1, 3. and what belongs"),
         (lambda: mixers.Layer(mixers.gla, 32)(x, foo=x), "gla has no token input called foo"),
     ):
         with pytest.raises(dsf.InputError, match=words):
