@@ -18,9 +18,9 @@ from dsf.kernels.triton.chunk.gradient import chunk_gradient
 from dsf.kernels.triton.chunk.gradient_parts import Gradient, Gradients, Known, NormalGradients
 from dsf.kernels.triton.chunk.normaliser import kind_of
 from dsf.kernels.triton.chunk.shared_gradient import Shared, shared_gradient, sum_heads
-from dsf.kernels.triton.chunk.table import SHARED_STRETCHES, padded
+from dsf.kernels.triton.chunk.table import SHARED_STRETCHES
 from dsf.kernels.triton.launch import launch
-from dsf.kernels.triton.sizes import bases
+from dsf.kernels.triton.sizes import bases, padded
 from dsf.kernels.triton.structs import Numbers
 
 if TYPE_CHECKING:

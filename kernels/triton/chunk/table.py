@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from dsf.kernels.triton.chunk.precision import PLAIN, Precision, chosen
-from dsf.kernels.triton.sizes import power
+from dsf.kernels.triton.sizes import padded
 
 SEGMENT_CHUNKS, DELTA_SEGMENT_CHUNKS = 24, 64  # fewest chunks that are worth a segment of their own
 PIECES, PIECE_CHUNKS = 4, 8  # of a segment that are summed up at once; fewest chunks that are worth one
@@ -76,11 +76,6 @@ class Tiles:
     late: bool = False
     sum_stages: int = 2
     exact: Literal["ieee", "tf32x3"] = "ieee"
-
-
-def padded(size: int) -> int:
-    """The power of two, at least 16, that holds `size`."""
-    return max(16, power(size))
 
 
 @lru_cache

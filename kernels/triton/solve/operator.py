@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dsf.kernels.operators import reduce_to, refuse_second_order
 from dsf.kernels.triton.chunk.operator import matrix_mixer, matrix_mixer_backward
-from dsf.kernels.triton.chunk.table import ROOMY, limits, padded
+from dsf.kernels.triton.chunk.table import ROOMY, limits
 from dsf.kernels.triton.launch import constant, launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.packed import Sequences, slots
-from dsf.kernels.triton.sizes import power
+from dsf.kernels.triton.sizes import padded, power
 from dsf.kernels.triton.solve.kernel import (
     Factors,
     Places,
