@@ -19,7 +19,7 @@ from dsf.kernels.norm import added_rms_norm, gated, gated_rms_norm
 from dsf.kernels.product import by_blocks, linear
 from dsf.kernels.reversal import joined, reversed_tokens
 from dsf.kernels.rotary import angles, rotary
-from dsf.kernels.triton.attention.step_ops import attention_step
+from dsf.kernels.triton.attention.step import attention_step
 from dsf.mixers import get
 from dsf.mixers.mlstm import gated_read as mlstm_read
 from dsf.mixers.rwkv7 import gated_read, read

@@ -23,7 +23,7 @@ def row_entropies(
         given = [list(x.shape) for x in (logits, targets, divisor)]
         raise ValueError(f"entropies of logits, targets and a divisor of shapes {given}: sizes do not fit")
     if launched(logits, backend):
-        from dsf.kernels.triton.layer.entropy_ops import entropies
+        from dsf.kernels.triton.layer.entropy import entropies
 
         found = entropies(logits, targets, divisor, ignored, gradient)
         return found[0], found[1] if gradient else None

@@ -113,7 +113,7 @@ def step(
         k, v, bias = write(cache, k, v, log, gain, window, places)
         a, k, v = (x.to(bias.dtype) for x in (a, k, v))
         return attend(a, k, v, bias, scale)
-    from dsf.kernels.triton.attention.step_ops import attention_step
+    from dsf.kernels.triton.attention.step import attention_step
 
     assert cache.filled is not None and cache.bias is not None
     (batch, heads, _), groups = cache.bias.shape, cache.k.shape[1]

@@ -30,7 +30,7 @@ def token_mixtures(
         given = [list(y.shape) for y in (x, other, *shares, *([] if more is None else [more]))]
         raise ValueError(f"mixtures of x, other by shares of shapes {given}: sizes do not fit")
     if _chosen(x, other, shares, more, backend):
-        from dsf.kernels.triton.layer.mixture_ops import mix_tokens
+        from dsf.kernels.triton.layer.mixture import mix_tokens
 
         return tuple(mix_tokens(x, other, list(shares), more))
     change = other - x

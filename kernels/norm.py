@@ -83,7 +83,7 @@ def added_rms_norm(
     dtype = torch.promote_types(x.dtype, other.dtype) if dtype is None else dtype
     if _chosen(x, other, "silu", backend, x.shape[-1]):
         if then is not None and dtype == then.dtype and few(x, then):
-            from dsf.kernels.triton.layer.product_ops import added_row_product
+            from dsf.kernels.triton.layer.product import added_row_product
 
             total, mapped = added_row_product(x, other, then, None, weight, eps, older(then))
             return total, mapped.view(*x.shape[:-1], then.shape[0])
@@ -110,7 +110,7 @@ def added_norm_and_maps(
     if not (chosen and fits):
         total, normal = added_rms_norm(x, other, weight, eps, backend)
         return total, normal, linear(normal, matrix, backend, ahead, bias, sigmoid)
-    from dsf.kernels.triton.layer.product_ops import added_row_product
+    from dsf.kernels.triton.layer.product import added_row_product
 
     bias = None if bias is None else bias.contiguous()
     early = ahead and older(matrix)
@@ -130,7 +130,7 @@ def gated(
 
 def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor | None, *options: Any) -> Tensor:
     if then is not None and options[-1] == then.dtype and few(x, then):
-        from dsf.kernels.triton.layer.product_ops import row_product
+        from dsf.kernels.triton.layer.product import row_product
 
         found: Tensor = row_product(x, then, None, gate, weight, *options[:-1], older(then))
         return found.view(*x.shape[: -1 if x.shape[-1] == then.shape[1] else -2], then.shape[0])

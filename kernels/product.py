@@ -72,7 +72,7 @@ def linear(
     if not multiplies(x, matrix, bias, backend):
         y = F.linear(x, matrix, bias)
         return y if low == high else torch.cat([y[..., :low], y[..., low:high].sigmoid(), y[..., high:]], -1)
-    from dsf.kernels.triton.layer.product_ops import row_product
+    from dsf.kernels.triton.layer.product import row_product
 
     early = ahead and older(matrix)
     found: Tensor = row_product(x, matrix, bias, None, None, matrix.shape[1], False, False, 0, 0.0, early, low, high)
@@ -89,7 +89,7 @@ def by_blocks(xs: Sequence[Tensor], weights: Sequence[Tensor], backend: str = "a
     fits = len(kinds) == 1 and kinds <= set(KINDS) and weights[0].shape[-1] <= NARROW and xs[0].numel() > 0
     wanted = backend == "triton" or (backend == "auto" and xs[0].is_cuda and TRITON)
     if wanted and fits and _left_alone(*xs, *weights):
-        from dsf.kernels.triton.layer.product_ops import block_products
+        from dsf.kernels.triton.layer.product import block_products
 
         found: Tensor = block_products(list(xs), list(weights))
         return found.view(*xs[0].shape[:-1], -1)

@@ -22,7 +22,7 @@ def reversed_tokens(x: Tensor, backend: str = "auto") -> Tensor:
     than 1 MiB and under torch.func's transforms. Raises ValueError for another one, and for what Triton cannot take.
     """
     if _chosen(backend, x, least=LEAST):
-        from dsf.kernels.triton.layer.reversal_ops import reverse
+        from dsf.kernels.triton.layer.reversal import reverse
 
         return reverse(x)
     return x.flip(1)
@@ -46,7 +46,7 @@ def joined(
         given = [None if y is None else list(y.shape) for y in (ahead, back, x, gain)]
         raise ValueError(f"a sum of both directions of shapes {given}, {late} tokens late: sizes do not fit")
     if _chosen(backend, *(y for y in (ahead, back, x, gain) if y is not None)):
-        from dsf.kernels.triton.layer.reversal_ops import join
+        from dsf.kernels.triton.layer.reversal import join
 
         return join(ahead, back, x, gain, late)
     total = _later(ahead, late) + _later(back, late).flip(1)

@@ -40,7 +40,7 @@ def rotary(
         shapes = [list(x.shape) for x in (q, k, cos, sin)]
         raise ValueError(f"rotary positions of q, k by cos, sin of shapes {shapes}: sizes do not fit")
     if _chosen(q, k, cos, sin, backend):
-        from dsf.kernels.triton.layer.rotary_ops import turn_pairs
+        from dsf.kernels.triton.layer.rotary import turn_pairs
 
         return turn_pairs(q, k, cos, sin, scale, False)
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -71,7 +71,7 @@ def products():
 
 @torch.no_grad()
 def attention_step():
-    from dsf.kernels.triton.attention.step_ops import attention_step as step
+    from dsf.kernels.triton.attention.step import attention_step as step
 
     lengths = torch.empty(2, dtype=torch.int64, device="meta")
     for window, heads in ((False, 1), (True, 2), (False, 4)):

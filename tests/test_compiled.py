@@ -226,7 +226,7 @@ FAMILIES = {
         },
         (
             "chunk.gradient", "chunk.gradient_parts", "chunk.normaliser", "chunk.reverse_walk", "chunk.scalars",
-            "chunk.shared_gradient", "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform", "chunk.triangle",
+            "chunk.shared_gradient", "chunk.states", "chunk.sums", "chunk.tiles", "chunk.transform",
             "chunk.write_gradient", "fold", "packed", "structs",
         ),
     ),
@@ -235,8 +235,7 @@ FAMILIES = {
         | {"late_gate": of(matrix.late_gate), "kda, ranks": of("kda", **RANKS), "late_ratio": of(matrix.late_ratio)}
         | {"thrice_erased": of(matrix.thrice_erased, **FEW), "given_channels": of(matrix.given_channels, T=128)},
         (
-            "chunk.across", "chunk.across_gradient", "chunk.forward_walk", "chunk.key_gradient", "chunk.keywise",
-            "chunk.walk",
+            "chunk.across", "chunk.forward_walk", "chunk.key_gradient", "chunk.keywise", "chunk.walk",
         ),
     ),
     "turned vectors": Family(
@@ -343,7 +342,7 @@ FAMILIES = {
         },
         (
             "attention.kernel", "attention.step", "attention.sums", "attention.tiles", "double", "early",
-            "fourier.holes", "fourier.numbers", "fourier.rows", "fourier.spectra", "fourier.states", "impulse",
+            "fourier.numbers", "fourier.rows", "fourier.spectra", "fourier.states", "impulse",
             "launcher", "layer.convolution", "layer.convolution_gradient", "layer.depthwise", "layer.entropy",
             "layer.mixture", "layer.norm", "layer.product", "layer.reversal", "layer.rotary", "layer.windows", "ranks",
         ),

@@ -35,7 +35,7 @@ def copied(cache, kind=None):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("decays", ["none", "keys", "queries", "gains"])
 def test_five_tokens(decays, case, dtype):
-    from dsf.kernels.triton.attention import step_ops
+    from dsf.kernels.triton.attention.step import attention_step
 
     lengths, heads, groups, n, p, places, window = case
     biased = {"none": 0, "keys": groups, "queries": heads, "gains": 1}[decays]
@@ -49,7 +49,7 @@ def test_five_tokens(decays, case, dtype):
         log, gain = (-torch.rand(len(lengths), max(1, biased), 1, generator=g) for _ in range(2))
         log, gain = None if decays in ("none", "gains") else log, None if decays in ("none", "keys") else gain
         kept = cache.k, cache.v, cache.bias, cache.lengths
-        found = step_ops.attention_step(a, k, v, log, gain, *kept, 0.3, ring)
+        found = attention_step(a, k, v, log, gain, *kept, 0.3, ring)
         wide = [None if x is None else x.double() for x in (a, k, v, log, gain)]
         wanted = attend(wide[0], *write(exact, *wide[1:], window, places), 0.3)
         other = step(by_torch, a, k, v, log, gain, 0.3, window, places)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from interpreted import interpreted
 
 from dsf.kernels.entropy import row_entropies
-from dsf.kernels.triton.layer import entropy_ops
+from dsf.kernels.triton.layer import entropy
 from dsf.mixers.models import parts
 from dsf.mixers.models.parts import IGNORED, cross_entropy, linear_cross_entropy
 
@@ -30,7 +30,7 @@ def by_kernel(monkeypatch):
 @pytest.mark.parametrize("words", [1, 31, 150, 64])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_entropies_and_their_gradient(words, dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(entropy_ops, "SIZE", 32)
+    monkeypatch.setattr(entropy, "SIZE", 32)
     logits = (8 * torch.randn(9, words)).to(dtype)
     targets, divisor = torch.randint(0, words, (9,)), torch.tensor(7.0)
     targets[3] = IGNORED

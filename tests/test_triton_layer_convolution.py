@@ -225,9 +225,9 @@ def test_what_reads_later_tokens_has_no_state_and_packs_nothing():
 
 def test_operators_pass_opcheck():
     from dsf.kernels.triton.layer import convolution_ops as ops
-    from dsf.kernels.triton.layer.mixture_ops import mix_tokens
+    from dsf.kernels.triton.layer.mixture import mix_tokens
     from dsf.kernels.triton.layer.norm_ops import added_norm, gated_norm
-    from dsf.kernels.triton.layer.rotary_ops import turn_pairs
+    from dsf.kernels.triton.layer.rotary import turn_pairs
 
     x, weight, bias, state = (t.float().requires_grad_() for t in given(2, 5, 8, 4, True, 2))
     options = (True, [4, 4], [4, 0], [0.5, 1.0])

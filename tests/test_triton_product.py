@@ -33,9 +33,9 @@ def assert_near(found, wanted, tolerance=1e-5):
 @pytest.fixture
 def launched(counting):
     """Calls of the launch so far."""
-    from dsf.kernels.triton.layer import product_ops
+    from dsf.kernels.triton.layer import product
 
-    return counting(product_ops, "_launch")
+    return counting(product, "_launch")
 
 
 @torch.no_grad()

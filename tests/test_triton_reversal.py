@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_in_words():
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernels'")
 def test_operators_pass_opcheck_and_refuse_second_derivatives():
-    from dsf.kernels.triton.layer.reversal_ops import join, reverse
+    from dsf.kernels.triton.layer.reversal import join, reverse
 
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     x, gain = random(2, 5, 3, 4), random(2, 5, 3)

@@ -47,19 +47,19 @@ def takes(every: Tensor) -> bool:
 
 def entered(every: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """(the windows before a rank's slots [slots, B, past, C], the one after the last fragment [B, past, C], counts)."""
-    from dsf.kernels.triton.layer.windows_ops import enter_windows
+    from dsf.kernels.triton.layer import windows
 
-    starts, last, counts = enter_windows(every, rank)
+    starts, last, counts = windows.enter(every, rank)
     return starts.unflatten(0, (-1, every.shape[1])).permute(1, 0, 3, 2), last.transpose(1, 2), counts
 
 
 def left(every: Tensor, counts: Tensor, rank: int) -> Tensor:
     """The gradient of what a rank sent [slots, B, past + 1, C], from all windows' [ranks, slots + 1, B, C, past]."""
-    from dsf.kernels.triton.layer.windows_ops import leave_windows
+    from dsf.kernels.triton.layer import windows
 
     _, slots, batch, channels, past = every.shape
     found = every.new_zeros(batch * (slots - 1), past, channels)
-    leave_windows(every, counts, every, found, rank, False)
+    windows.leave(every, counts, every, found, rank, False)
     return torch.nn.functional.pad(found.unflatten(0, (batch, slots - 1)).transpose(0, 1), (0, 0, 0, 1))
 
 
@@ -68,15 +68,15 @@ def _run(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Gather the ends of all fragments, then convolve from the windows: (pieces, rank after rank; the last state; the
     windows and the lengths of fragments, rank after rank)."""
-    from dsf.kernels.triton.layer import windows_ops as ops
+    from dsf.kernels.triton.layer import windows
     from dsf.kernels.triton.layer.convolution_ops import short_convolution
 
     slots, past = world.layout.slots, conv.weight.shape[-1] - 1
 
     def steps(rank: int, x: Tensor) -> Generator[Request, Tensor, tuple[Tensor, ...]]:
         first = state if rank == 0 else None
-        every = yield Gather(ops.window_tails(x, first, past, slots, rank == 0))
-        starts, last, counts = ops.enter_windows(every, rank)
+        every = yield Gather(windows.tails(x, first, past, slots, rank == 0))
+        starts, last, counts = windows.enter(every, rank)
         if first is not None:  # the window before the first fragment is zero, as the state is no fragment's
             starts.unflatten(0, (-1, slots))[:, 0].copy_(first)
         return starts, last, counts
@@ -150,11 +150,11 @@ def _leaving(
     rank: int, found: tuple[Any, ...], counts: Tensor, last: Tensor | None, slots: int, stateful: bool
 ) -> Generator[Request, Tensor, list[Tensor]]:
     """Add to the gradient of a rank's tokens, in place, that of later windows. Returns that of the state, if any."""
-    from dsf.kernels.triton.layer.windows_ops import leave_windows
+    from dsf.kernels.triton.layer import windows
 
     dx, _, _, own = found
     every = yield Gather(_sent(own, last, slots))
-    return leave_windows(every, counts, own, dx, rank, stateful and rank == 0)
+    return windows.leave(every, counts, own, dx, rank, stateful and rank == 0)
 
 
 def _sum(xs: Several[Tensor | None]) -> Tensor | None:

@@ -82,7 +82,7 @@ def by_transforms(operands: Sequence[Tensor], h: Tensor, name: str, otherwise: C
 
 def _by_sums(x: Tensor, h: Tensor) -> Tensor:
     """x * h, each token's sum on its own."""
-    from dsf.kernels.triton.layer.depthwise_ops import depthwise_convolution
+    from dsf.kernels.triton.layer.depthwise import depthwise_convolution
 
     taps = rearrange(h[:, : x.shape[1]].flip(1), "h k p -> k (h p)")
     y: Tensor = depthwise_convolution(x.flatten(2), taps, False)

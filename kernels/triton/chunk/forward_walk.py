@@ -23,7 +23,7 @@ from dsf.kernels.triton.chunk.scalars import (
 )
 from dsf.kernels.triton.chunk.states import place_of_state, store_state
 from dsf.kernels.triton.chunk.tiles import first_term, load_rows, product, split, store_rows
-from dsf.kernels.triton.chunk.triangle import load_lower
+from dsf.kernels.triton.chunk.transform import load_lower
 from dsf.kernels.triton.chunk.walk import (
     Walk,
     first_state,

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.halves import load_half, store_half
-from dsf.kernels.triton.chunk.keywise import REACH, last_running, load_chunk, rounded, store_chunk
+from dsf.kernels.triton.chunk.keywise import REACH, last_running, load_chunk, load_middle, rounded, store_chunk
 from dsf.kernels.triton.chunk.states import place_of_state, store_state
 from dsf.kernels.triton.chunk.tiles import LOG2E, LOG_TINY, load_rows, product, split, store_rows
 from dsf.kernels.triton.chunk.transform import unit_lower_inverse
@@ -164,12 +164,6 @@ def load_earlier(running, local, keys, N: tl.constexpr, GROUP: tl.constexpr):
         local = local // GROUP * GROUP
     at = running + (local[:, None] - 1) * N + keys[None, :]
     return tl.load(at, mask=(local[:, None] >= 1) & (keys[None, :] < N), other=0.0)
-
-
-@triton.jit
-def middle_of(running, local, keys, level, N: tl.constexpr, BK: tl.constexpr):
-    """G of the last row in the lower half of every row's block of 2^(level+1) rows [L, BK]."""
-    return load_chunk(running, ((local >> (level + 1)) << (level + 1)) + (1 << level) - 1, keys, N, BK)
 
 
 @triton.jit
@@ -320,7 +314,7 @@ def _scores(
                 with_a += tl.where(same, tl.sum(wide * rows_a.to(tl.float32), axis=1)[:, None], 0.0)
                 with_k += tl.where(same, tl.sum(wide * rows_k.to(tl.float32), axis=1)[:, None], 0.0)
             for level in tl.range(0, C.LEVELS, num_stages=1):
-                middle = middle_of(running, local, keys, level, C.N, C.BK)
+                middle = load_middle(running, local, keys, level, C.N, C.BK)
                 read, source = factor(at - middle, False), factor(middle - own, False)
                 none = tl.zeros([C.L, C.L], tl.float32)
                 meet = meeting(local, level, 1, False, GROUP)

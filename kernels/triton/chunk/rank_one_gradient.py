@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.halves import load_half, store_half
-from dsf.kernels.triton.chunk.keywise import load_chunk, rounded
+from dsf.kernels.triton.chunk.keywise import load_chunk, load_middle, rounded
 from dsf.kernels.triton.chunk.rank_one import (
     RankOne,
     factor,
     load_earlier,
     meeting,
-    middle_of,
     place_of_rows,
     rows_of,
 )
@@ -325,7 +324,7 @@ def _of_a_vector(
             of_rows = tl.where((local < C.L - C.GROUP)[:, None], grad * rows_x.to(tl.float32), 0.0)
             carried = tl.sum(of_rows, axis=0)
         for level in tl.range(0, C.LEVELS, num_stages=1):
-            middle = middle_of(running, local, keys, level, C.N, C.BK)
+            middle = load_middle(running, local, keys, level, C.N, C.BK)
             source = factor(middle - own, False)
             if READS:
                 here, there, beside = factor(before - middle, False), source, source

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton.chunk.tiles import Chunked, load_rows, load_terms, seen_by, store_terms
-from dsf.kernels.triton.chunk.triangle import load_lower
+from dsf.kernels.triton.chunk.transform import load_lower
 from dsf.kernels.triton.structs import alike, of_head
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsf.kernels.invariant import fast_length, fine_of
 from dsf.kernels.triton import impulse
-from dsf.kernels.triton.fourier import holes, numbers
+from dsf.kernels.triton.fourier import numbers
 from dsf.kernels.triton.fourier.rows import into_rows, over_rows
 from dsf.kernels.triton.fourier.spectra import product, pull_product, rows_of, spectra_of
 from dsf.kernels.triton.fourier.states import run_state
@@ -171,7 +171,7 @@ class Call:
     @property
     def read(self) -> Any:
         """The hole that reads the numbers."""
-        return holes.read_made_pairs if self.known.turned else holes.read_made_entries
+        return numbers.read_made_pairs if self.known.turned else numbers.read_made_entries
 
     def response(self, made: Tensor) -> Tensor:
         """The impulse responses divided by points / 2, as rows [H · E · P, points]."""
@@ -183,7 +183,7 @@ class Call:
         """Add what an initial state [B, H, N, P] contributes to y's rows [B · H · P, points]."""
         h = rows.view(self.batch * self.heads, 1, self.p, self.points)
         turned, first = self.known.turned, 0 if self.known.before else 1
-        read = holes.read_state_pairs if turned else holes.read_state_entries
+        read = numbers.read_state_pairs if turned else numbers.read_state_entries
         args, how = (made, *made.shape, state), {"TURNED": turned, "SHIFT": 0, "SCALED": False}
         impulse.respond(args, h, self.tokens, self.fine, self.k, read, **how, FIRST=first, ADDED=True)
 
@@ -200,7 +200,7 @@ class Call:
         """The gradients [1 or 2, count, H, K, P] of the numbers from those of the responses."""
         known, count = self.known, self.known.numbers
         slopes = made.new_empty(2 if known.keyed and known.turned else 1, *made.shape)
-        both = self.read, holes.pull_made_pairs if known.turned else holes.pull_made_entries
+        both = self.read, numbers.pull_made_pairs if known.turned else numbers.pull_made_entries
         dh = dh.view(self.heads, self.entries, self.p, self.points)
         args = made, *made.shape
         impulse.pull_back(dh, args, (slopes, count), self.tokens, self.fine, self.k, both, **self.how)

@@ -1,9 +1,15 @@
-"""Cross entropy of rows of logits with its gradient: one program a row."""
+"""Cross entropy of rows of logits with its gradient, as an operator: one program a row."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.operators import operator
+from dsf.kernels.triton.sizes import power
 
 LEAST = tl.constexpr(-1e30)  # of a maximum, so that logits of minus infinity have a probability of 0
 
@@ -37,3 +43,23 @@ def entropy_rows(logits, targets, divisor, own, slopes, V, IGNORED: tl.constexpr
             x = tl.load(logits + start + at, mask=start + at < V, other=0.0).to(tl.float32)
             slope = (tl.exp(x - most - rest) - tl.where(start + at == target, 1.0, 0.0)) * share
             tl.store(slopes + start + at, tl.where(shown, slope, 0.0).to(slopes.dtype.element_ty), mask=start + at < V)
+
+
+SIZE = 4096  # logits of a row that a program reads at a time
+
+
+def _entropies(logits: Tensor, targets: Tensor, divisor: Tensor, ignored: int, gradient: bool) -> list[Tensor]:
+    rows, words = logits.shape
+    own = logits.new_empty(rows, dtype=torch.float32)
+    slopes = logits.new_empty(rows, words) if gradient else None
+    size = min(SIZE, power(words))
+    launch(
+        entropy_rows, (rows,), logits.contiguous(), targets.contiguous(), divisor, own, slopes, words, IGNORED=ignored,
+        SIZE=size, num_warps=max(1, size // 512),
+    )  # fmt: skip
+    return [own] if slopes is None else [own, slopes]
+
+
+entropies = operator(
+    "entropies(Tensor logits, Tensor targets, Tensor divisor, int ignored, bool gradient) -> Tensor[]", _entropies
+)

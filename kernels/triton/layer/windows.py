@@ -4,6 +4,10 @@ Fragment j of the sequence adds its last c_j = min(L, K - 1) inputs to the windo
 the given state among them. Lengths of other ranks are not known on the host, so c_j is sent with the inputs: a row of
 it behind them. Entry i of a window is d = K - 1 - i tokens before its end.
 
+As custom operators of one launch each: a rank sends `tails`; from those of all ranks `enter` gives the windows before
+its slots. Backward `leave` adds to dx what the windows of later fragments say (dsf.parallel.windows has the
+collectives).
+
 Memory: x, dx [rows, L, C], row b · slots + s for a slot s of a rank; sent [slots, B, K, C]; every [ranks, slots, B, K,
 C]; windows and states [rows, C, K - 1]; gradients of all ranks' windows [ranks, slots + 1, B, C, K - 1], the last of
 them that of the window after the sequence.
@@ -11,10 +15,15 @@ them that of the window after the sequence.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from dsf.kernels.triton.launch import launch
+from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.ranks import number_of, rank_slot
+from dsf.kernels.triton.sizes import power
 
 
 @triton.jit(do_not_specialize=["L", "B", "C"])
@@ -121,3 +130,52 @@ def leave_windows(
             early = _pulled(every, counts, i - L, c, ok & (i >= L), b, number, ranks, B, C, SLOTS, PAST)
             early += tl.load(own + row * C * PAST + c * PAST + i, mask=ok, other=0.0).to(tl.float32)
             tl.store(dstate + (b * C + c) * PAST + i, early.to(dstate.dtype.element_ty), mask=ok)
+
+
+BLOCK = 256  # channels of a program
+
+
+def _tails(x: Tensor, state: Tensor | None, past: int, slots: int, first: bool) -> Tensor:
+    """[slots, B, past + 1, C] of x [B · slots, L, C]. first: the rank's slot 0 begins the sequence, in `state`."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    state = None if state is None else state.contiguous()
+    rows, length, channels = x.shape
+    sent = x.new_empty(slots, rows // slots, past + 1, channels)
+    launch(
+        window_tails, (rows, -(-channels // BLOCK)), x, x.stride(0), x.stride(1), state, sent, length, rows // slots,
+        channels, SLOTS=slots, FIRST=first, PAST=past, W=power(past), BC=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return sent
+
+
+def _enter(every: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every [ranks, slots, B, past + 1, C]: windows [B · slots, C, past], the last [B, C, past], counts int32."""
+    ranks, slots, batch, rows, channels = every.shape
+    starts, last = (every.new_empty(batch * n, channels, rows - 1) for n in (slots, 1))
+    counts = every.new_empty(ranks * slots, dtype=torch.int32)
+    launch(
+        enter_windows, (slots + 1, batch, -(-channels // BLOCK)), every, starts, last, counts, rank, ranks, batch,
+        channels, SLOTS=slots, PAST=rows - 1, FRAGMENTS=power(ranks * slots), W=power(rows - 1), BC=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return starts, last, counts
+
+
+def _leave(every: Tensor, counts: Tensor, own: Tensor, dx: Tensor, rank: int, stateful: bool) -> list[Tensor]:
+    """Change dx [B · slots, L, C] in place; stateful: returns the gradient of the given state, on its rank.
+
+    every: gradients [ranks, slots + 1, B, C, past] of all ranks' windows; own: [B · slots, C, past] of this rank's.
+    """
+    ranks, slots, batch, channels, past = every.shape
+    dstate = own.new_empty(batch, channels, past) if stateful else None
+    launch(
+        leave_windows, (dx.shape[0], -(-channels // BLOCK)), every, counts, own, dx, dstate, dx.shape[1], rank, ranks,
+        batch, channels, SLOTS=slots - 1, PAST=past, W=power(past), BC=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return [] if dstate is None else [dstate]
+
+
+tails = operator("window_tails(Tensor x, Tensor? state, int past, int slots, bool first) -> Tensor", _tails)
+enter = operator("enter_windows(Tensor every, int rank) -> (Tensor, Tensor, Tensor)", _enter)
+leave = operator(
+    "leave_windows(Tensor every, Tensor counts, Tensor own, Tensor(a!) dx, int rank, bool stateful) -> Tensor[]", _leave
+)
