@@ -299,13 +299,13 @@ def test_a_wrong_adjoint_is_caught_by_finite_differences(monkeypatch):
 
 
 def test_packed_sequences_that_bleed_into_each_other_are_caught(monkeypatch):
-    def bleeding(spec, bound, bounds, state, plan):
-        y, _ = dsf.call.run.run(spec, bound, None, plan)
+    def bleeding(spec, bound, bounds, state, plan, declared):
+        y, _ = dsf.call.run.run(spec, bound, None, None, plan)
         parts = [y[:, b - 1] for b in bounds[1:]]
         final = torch.stack([p[0, :, None] for p in parts])
         return y, final.expand(-1, -1, bound.sizes.n, -1)
 
-    monkeypatch.setattr(sys.modules["dsf.call.recurrence"], "run_packed", bleeding)
+    monkeypatch.setattr(dsf.call.run, "_run_packed", bleeding)
     report = dsf.check(decayed, laws=("packed",), forms=("chunk",), **FAST)
     assert broken(report) == {("packed", "chunk")}
 

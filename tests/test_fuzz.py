@@ -58,8 +58,8 @@ def leaking(monkeypatch: pytest.MonkeyPatch, change) -> None:  # type: ignore[no
     """Every form's y goes through `change`, but the oracle's."""
     ran = call.run
 
-    def wrong(spec, bound, state, plan, *more):  # type: ignore[no-untyped-def]
-        y, final = ran(spec, bound, state, plan, *more)
+    def wrong(spec, bound, bounds, state, plan, *more):  # type: ignore[no-untyped-def]
+        y, final = ran(spec, bound, bounds, state, plan, *more)
         return y if plan.form == "naive" else change(y), final
 
     monkeypatch.setattr(call, "run", wrong)

@@ -125,8 +125,8 @@ def test_rows_that_no_program_writes_are_found(monkeypatch: pytest.MonkeyPatch, 
             left[:, :whole] = g[:, :whole]
             return left
 
-    def wrong(spec: Any, bound: Any, state: Any, plan: Any, *more: Any) -> Any:
-        y, final = ran(spec, bound, state, plan, *more)
+    def wrong(spec: Any, bound: Any, bounds: Any, state: Any, plan: Any, *more: Any) -> Any:
+        y, final = ran(spec, bound, bounds, state, plan, *more)
         return (y if plan.form == "naive" else Unwritten.apply(y)), final
 
     monkeypatch.setattr(call, "run", wrong)

@@ -10,7 +10,7 @@ from dsf.call import packing
 from dsf.call.bind import Bound
 from dsf.call.framed import run_framed
 from dsf.call.plan import Plan
-from dsf.call.run import run, run_packed, timed_inputs
+from dsf.call.run import run, timed_inputs
 from dsf.language.spec import Spec
 from dsf.triton import convolve
 
@@ -57,8 +57,4 @@ def _packed(spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor 
 def _by_torch(
     spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, wanted: bool
 ) -> tuple[Tensor, Tensor]:
-    if spec.is_framed:
-        return run_framed(spec, bound, bounds, state, plan, wanted)
-    if bounds is None:
-        return run(spec, bound, state, plan, wanted)
-    return run_packed(spec, bound, bounds, state, plan)
+    return (run_framed if spec.is_framed else run)(spec, bound, bounds, state, plan, wanted)

@@ -11,7 +11,7 @@ from dsf.call.bind import Bound
 from dsf.call.digits import of_enough_digits, widened
 from dsf.call.frame import Framed, Places, frame_for
 from dsf.call.plan import Plan
-from dsf.call.run import run, run_packed
+from dsf.call.run import run
 from dsf.call.turned import TurnedByKernels, by_kernels
 from dsf.kernels.oracle import oracle_dtype
 from dsf.language.spec import Spec
@@ -44,10 +44,7 @@ def run_framed(
     if naive:
         start = _without_maximum(spec, frame.spec, start, bound.sizes.p)
     inner = framed.inner(plan.backend == "triton")
-    if bounds is None:
-        y, final = run(frame.spec, inner, start, plan, wanted, spec)
-    else:
-        y, final = run_packed(frame.spec, inner, bounds, start, plan, spec)
+    y, final = run(frame.spec, inner, bounds, start, plan, wanted, spec)
     if naive:
         layout = columns(spec.inner, bound.sizes.p)
         final = torch.nn.functional.pad(final[..., : layout.p + layout.den], (0, layout.gain))

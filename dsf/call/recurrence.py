@@ -21,7 +21,7 @@ from dsf.call.launches import Planned
 from dsf.call.packing import Packing
 from dsf.call.plan import Plan, forms_of, make_plan
 from dsf.call.record import record
-from dsf.call.run import run, run_packed
+from dsf.call.run import run
 from dsf.call.solve import run_solved
 from dsf.kernels.attention import KVCache
 from dsf.kernels.operators import is_cast
@@ -228,9 +228,7 @@ class Recurrence:
             bound = of_enough_digits(self.spec, bound, plan)
         if self.spec.system.solve is not None:
             return run_solved(self.spec, bound, bounds, state, plan, wanted)
-        if bounds is None:
-            return run(self.spec, bound, state, plan, wanted)
-        return run_packed(self.spec, bound, bounds, state, plan)
+        return run(self.spec, bound, bounds, state, plan, wanted)
 
     def _check_state(self, state: Any, rows: int, bound: Bound) -> None:
         if state is not None:

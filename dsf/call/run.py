@@ -43,41 +43,35 @@ def timed_inputs(spec: Spec, bound: Bound) -> dict[str, Tensor]:
 
 
 def run(
-    spec: Spec, bound: Bound, state: Tensor | None, plan: Plan, final: bool = True, declared: Spec | None = None
-) -> tuple[Tensor, Tensor]:
-    """One batch of sequences: y [B, T, H, P] in the computing dtype and the final state.
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor | None, state: Tensor | None, plan: Plan, final: bool = True,
+    declared: Spec | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y [B, T, H, P] in the computing dtype and the final state.
 
-    final: whether the final state is wanted; if not, forms that would have to compute it return an empty tensor.
-    declared: the declaration, where `spec` is the plain system of its frame.
+    bounds: of packed sequences, a tensor for kernels that take one; None for those of a batch. final: whether the final
+    state is wanted; if not, forms that would have to compute it for a batch return an empty tensor. declared: the
+    declaration, where `spec` is the plain system of its frame.
     """
-    if reads_apart(spec, plan):
-        found = [run(part, bound_of(part, bound), state, plan, final) for part in apart(spec)]
-        return sum_reads(found)
+    if reads_apart(spec, plan):  # into runs that have the final state in common
+        found = [run(part, _bound_of(part, bound), bounds, state, plan, final) for part in apart(spec)]
+        (y, last), *more = found
+        return sum((other for other, _ in more), start=y), last
+    if bounds is not None:
+        return _run_packed(spec, bound, bounds, state, plan, declared)
     y, last = _run(spec, bound, timed_inputs(spec, bound), state, None, plan, final, declared)
     return y, last.contiguous() if final else last  # a step overwrites it in place; views keep all tokens' states alive
 
 
-def bound_of(part: Spec, bound: Bound) -> Bound:
+def _bound_of(part: Spec, bound: Bound) -> Bound:
     """The call with only the inputs of `part`, a system with one of several readouts."""
     names = {i.name for i in part.inputs}
     return replace(bound, tensors={name: x for name, x in bound.tensors.items() if name in names})
 
 
-def sum_reads(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The sum of outputs, and the final state, which all readouts share."""
-    total, last = found[0]
-    for y, _ in found[1:]:
-        total = total + y
-    return total, last
-
-
-def run_packed(
-    spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor | None, plan: Plan,
-    declared: Spec | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Packed sequences: y [1, T, H, P] and one state a sequence. bounds: a tensor for kernels that take one."""
-    if reads_apart(spec, plan):
-        return sum_reads([run_packed(part, bound_of(part, bound), bounds, state, plan) for part in apart(spec)])
+def _run_packed(
+    spec: Spec, bound: Bound, bounds: list[int] | Tensor, state: Tensor | None, plan: Plan, declared: Spec | None
+) -> tuple[Tensor, Tensor]:
+    """y [1, T, H, P] and one state a sequence."""
     timed, outputs, finals = timed_inputs(spec, bound), [], []
     if isinstance(bounds, Tensor) or (plan.scan and not plan.one_step and packs(spec)):
         if plan.scan:

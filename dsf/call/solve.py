@@ -14,7 +14,7 @@ from torch import Tensor, stack
 from dsf.call.bind import Bound, environment
 from dsf.call.digits import widened
 from dsf.call.plan import Plan, make_plan
-from dsf.call.run import run, run_packed
+from dsf.call.run import run
 from dsf.kernels.solve import Implicit, by_cholesky, by_elimination, conjugate_gradients, solved_in_turn
 from dsf.language.expr import Expr, const
 from dsf.language.solve import Decay, Solve, diagonal, products, reads_of
@@ -57,7 +57,7 @@ def run_solved(
         query, last = solutions(spec, bound, bounds, state, plan)
         own = None if state is None else state[..., : bound.sizes.p]
         plain, given = reading(spec, bound, query if plan.backend == "torch" else query.to(bound.dtype))
-        y, final = _run(plain, given, bounds, own, plan)
+        y, final = run(plain, given, bounds, own, plan)
     if not wanted:
         return y, final
     if bounds is not None and state is not None:  # sequences without tokens keep their H
@@ -184,10 +184,4 @@ class _Products:
         ordered = {i.name: tensors[i.name] for i in spec.inputs}
         bound = Bound(ordered, sizes, compute, compute, self.bound.device)
         plan = make_plan(spec, sizes, compute, self.plan.form, self.plan.backend, self.bound.device)
-        return _run(spec, bound, self.bounds, state, plan)
-
-
-def _run(spec: Spec, bound: Bound, bounds: Bounds, state: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
-    if bounds is None:
-        return run(spec, bound, state, plan)
-    return run_packed(spec, bound, bounds, state, plan)
+        return run(spec, bound, self.bounds, state, plan)
