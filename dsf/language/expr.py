@@ -269,17 +269,19 @@ def children_first(*roots: Expr) -> list[Expr]:
     return out
 
 
-def substitute(root: Expr, replacements: dict[Expr, Expr]) -> Expr:
-    """root with nodes replaced; rebuilt bottom-up, axes inferred anew."""
+def rewritten(root: Expr, change: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
+    """root rebuilt bottom-up: change(node, its new operands) in place of a node, or for None its own operation."""
     done: dict[Expr, Expr] = {}
     for node in children_first(root):
-        if node in replacements:
-            done[node] = replacements[node]
-        elif not node.args:
-            done[node] = node
-        else:
-            done[node] = rebuild(node, tuple(done[a] for a in node.args))
+        args = tuple(done[a] for a in node.args)
+        found = change(node, args)
+        done[node] = rebuild(node, args) if found is None else found
     return done[root]
+
+
+def substitute(root: Expr, replacements: dict[Expr, Expr]) -> Expr:
+    """root with nodes replaced; rebuilt bottom-up, axes inferred anew."""
+    return rewritten(root, lambda node, _: replacements.get(node))
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -337,10 +339,8 @@ _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "gt": "
 _UNARY = 3
 _PRECEDENCE = {
     **dict.fromkeys(COMPARISONS, (0, 1, 1)),
-    "add": (1, 1, 2),
-    "sub": (1, 1, 2),
-    "mul": (2, 2, 3),
-    "div": (2, 2, 3),
+    **dict.fromkeys(("add", "sub"), (1, 1, 2)),
+    **dict.fromkeys(("mul", "div"), (2, 2, 3)),
     "pow": (4, 5, _UNARY),
 }
 

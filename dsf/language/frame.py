@@ -31,6 +31,7 @@ from dsf.language.expr import (
     const,
     inputs_of,
     rebuild,
+    rewritten,
     substitute,
 )
 from dsf.language.gauge import NoGaugeError, into_gauge
@@ -243,28 +244,23 @@ class Made:
 
     def without_prev(self, x: Expr) -> Expr:
         """x with every previous value replaced by leaves."""
-        done: dict[Expr, Expr] = {}
-        for node in children_first(x):
-            if node.op == "prev":
-                done[node] = self.lagged(node.args[0], 1)
-            else:
-                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
-        return done[x]
+        return rewritten(x, lambda node, _: self.lagged(node.args[0], 1) if node.op == "prev" else None)
 
     def keep_whole(self, x: Expr, whole: list[tuple[Expr, Expr, Expr]]) -> Expr:
         """x with one input for every whole previous value. Appends to `whole` as in `Frame`."""
-        done: dict[Expr, Expr] = {}
-        for node in children_first(x):
+
+        def change(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
             if node.op != "prev":
-                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
-                continue
+                return None
             first = self.without_pairs(self.lagged(node.args[0], 1))
-            before = self.without_pairs(done[node.args[0]])
+            before = self.without_pairs(args[0])
             known = next((made for made, source, _ in whole if source is before), None)
-            done[node] = self.node("before", node.axes) if known is None else known
             if known is None:
-                whole.append((done[node], before, first))
-        return done[x]
+                known = self.node("before", node.axes)
+                whole.append((known, before, first))
+            return known
+
+        return rewritten(x, change)
 
     def lagged(self, x: Expr, delay: int) -> Expr:
         """x of `delay` tokens ago, in leaves; zero before a sequence begins. Raises TraceError for a fixed x."""
@@ -301,17 +297,17 @@ class Made:
 
     def without_pairs(self, x: Expr) -> Expr:
         """x with Pair inputs replaced by inputs of the Key axis."""
-        done: dict[Expr, Expr] = {}
-        for node in children_first(x):
-            if node.op == "spread":
-                source = node.args[0]
-                if source not in self.pairs:
-                    name = f"{source.attrs[0]}{'' if source.attrs[1] is None else source.attrs[1]}_spread"
-                    self.pairs[source] = self.node(name, node.axes, source.attrs[0] in self.timed)
-                done[node] = self.pairs[source]
-            else:
-                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
-        return done[x]
+
+        def change(node: Expr, _: tuple[Expr, ...]) -> Expr | None:
+            if node.op != "spread":
+                return None
+            source = node.args[0]
+            if source not in self.pairs:
+                name = f"{source.attrs[0]}{'' if source.attrs[1] is None else source.attrs[1]}_spread"
+                self.pairs[source] = self.node(name, node.axes, source.attrs[0] in self.timed)
+            return self.pairs[source]
+
+        return rewritten(x, change)
 
     def is_paired(self, x: Expr) -> bool:
         """dsf.language.expr.is_paired of an expression without spread nodes."""

@@ -23,7 +23,7 @@ from dsf.call.bind import Bound, Sizes, environment
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.annotations import Input, Kind
 from dsf.language.derived import derived, interned
-from dsf.language.expr import KEY, REDUCTIONS, VALUE, Axes, Expr, children_first, const, inputs_of, rebuild, reduction
+from dsf.language.expr import KEY, REDUCTIONS, VALUE, Axes, Expr, const, inputs_of, reduction, rewritten
 from dsf.language.frame import map_operator, roots_of
 from dsf.language.spec import Spec
 from dsf.language.system import System
@@ -44,17 +44,15 @@ def exchanged(axes: Axes) -> Axes:
 
 def exchange(x: Expr) -> Expr:
     """The expression with Key and Value exchanged in inputs, sizes and sums."""
-    done: dict[Expr, Expr] = {}
-    for node in children_first(x):
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op == "input":
-            done[node] = Expr("input", (), node.attrs, exchanged(node.axes))
-        elif node.op == "size":
-            done[node] = Expr("size", (), (OTHER[node.attrs[0]],), node.axes)
-        elif node.op in REDUCTIONS:
-            done[node] = reduction(SUMS[OTHER[REDUCTIONS[node.op]]], done[node.args[0]])
-        else:
-            done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
-    return done[x]
+            return Expr("input", (), node.attrs, exchanged(node.axes))
+        if node.op == "size":
+            return Expr("size", (), (OTHER[node.attrs[0]],), node.axes)
+        return reduction(SUMS[OTHER[REDUCTIONS[node.op]]], args[0]) if node.op in REDUCTIONS else None
+
+    return rewritten(x, change)
 
 
 @derived

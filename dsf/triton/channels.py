@@ -14,7 +14,7 @@ from torch import Tensor
 from dsf.call.bind import Bound, Sizes
 from dsf.language.annotations import Input
 from dsf.language.derived import derived, interned
-from dsf.language.expr import REDUCTIONS, VALUE, Expr, children_first, const, rebuild
+from dsf.language.expr import REDUCTIONS, VALUE, Expr, const, rewritten
 from dsf.language.frame import map_operator
 from dsf.language.spec import Spec
 from dsf.language.system import System
@@ -35,18 +35,15 @@ def as_channels(spec: Spec, shared: frozenset[str]) -> Spec:
     )
     axes = {x.name: x.kind.axes for x in inputs}
 
+    def of_node(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if node.op == "input":
+            return Expr("input", (), node.attrs, axes[node.attrs[0]])
+        if node.op == "size" and node.attrs[0] == VALUE:
+            return const(1)
+        return args[0] if REDUCTIONS.get(node.op) == VALUE else None  # over the one channel
+
     def change(x: Expr) -> Expr:
-        done: dict[Expr, Expr] = {}
-        for node in children_first(x):
-            if node.op == "input":
-                done[node] = Expr("input", (), node.attrs, axes[node.attrs[0]])
-            elif node.op == "size" and node.attrs[0] == VALUE:
-                done[node] = const(1)
-            elif REDUCTIONS.get(node.op) == VALUE:  # over the one channel
-                done[node] = done[node.args[0]]
-            else:
-                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
-        return done[x]
+        return rewritten(x, of_node)
 
     steps = [System(A=map_operator(s.A, change), B=change(s.B)) for s in spec.system.micro_steps]
     *earlier, last = steps

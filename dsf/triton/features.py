@@ -11,7 +11,7 @@ from torch import Tensor
 from dsf.call.bind import Bound, Sizes, environment
 from dsf.language.annotations import Input, Kind
 from dsf.language.derived import derived, interned
-from dsf.language.expr import KEY, Expr, children_first, inputs_of, rebuild
+from dsf.language.expr import KEY, Expr, children_first, inputs_of, rewritten
 from dsf.language.frame import map_system, roots_of
 from dsf.language.spec import Spec
 from dsf.torch.evaluate import Evaluator
@@ -37,22 +37,16 @@ def featured(spec: Spec) -> Featured:
     """The system with an input for each vector of features."""
     taken, found = {i.name for i in spec.inputs}, dict[Expr, Expr]()
 
-    def change(x: Expr) -> Expr:
-        done: dict[Expr, Expr] = {}
-        for node in children_first(x):
-            if node.op == "taylor_features":
-                if node not in found:
-                    name = f"features{len(found)}"
-                    while name in taken:
-                        name += "_"
-                    taken.add(name)
-                    found[node] = Expr("input", (), (name, None), frozenset({KEY}))
-                done[node] = found[node]
-            else:
-                done[node] = rebuild(node, tuple(done[a] for a in node.args)) if node.args else node
-        return done[x]
+    def of_node(node: Expr, _: tuple[Expr, ...]) -> Expr | None:
+        if node.op == "taylor_features" and node not in found:
+            name = f"features{len(found)}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            found[node] = Expr("input", (), (name, None), frozenset({KEY}))
+        return found.get(node)
 
-    system = replace(map_system(spec.system, change), drive=spec.drives or None)
+    system = replace(map_system(spec.system, lambda x: rewritten(x, of_node)), drive=spec.drives or None)
     rule = [] if spec.rule is None else [spec.rule]
     used = {n.attrs[0] for n in inputs_of(*roots_of(system), *rule)}
     inputs = [i for i in spec.inputs if i.name in used]
