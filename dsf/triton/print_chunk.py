@@ -337,17 +337,7 @@ class _Writer(Writer):
 
     def levels(self) -> tuple[list[str], tuple[Access, ...]] | None:
         """Returns (log decay, gain)."""
-        return None if self.ops.gains is None else self._returning("levels", self._level_exprs())
-
-    def _returning(self, name: str, exprs: Sequence[Expr]) -> tuple[list[str], tuple[Access, ...]]:
-        """A function that loads the inputs of some expressions and returns their tiles."""
-        function = Body(self.names)
-        for node in inputs_of(*exprs):
-            function.load(node, self.access(node))
-        printer = Printer(function.names, RESERVED)
-        values = printer.print(exprs)
-        body = [*function.lines, *printer.lines, f"return {', '.join(values)}"]
-        return [f"def {name}(args, at):", *indented(body)], tuple(function.accesses)
+        return None if self.ops.gains is None else self.returning("levels", self._level_exprs())
 
     def program(self) -> tuple[Source, Program]:
         """The printed file and the Program that the operator needs."""
@@ -359,7 +349,7 @@ class _Writer(Writer):
                 parts.append(printed[0])
                 accesses[name] = printed[1]
         for name, expr in self.there.items():
-            text, accesses[f"made_{name}"] = self._returning(f"made_{name}", [expr])
+            text, accesses[f"made_{name}"] = self.returning(f"made_{name}", [expr])
             parts.append(text)
         about = [
             as_comment(str(self.spec)),

@@ -24,8 +24,8 @@ from dsf.language.operator import times
 from dsf.language.primitives import derivatives
 from dsf.language.spec import Spec
 from dsf.triton.print_impulse import Numbers, ParamsWriter, Split, Unprintable, numbers_of
-from dsf.triton.print_pointwise import Body, Writer
-from dsf.triton.printer import RESERVED, Printer, as_comment, identifier, indented, symbol
+from dsf.triton.print_pointwise import Writer
+from dsf.triton.printer import as_comment, identifier, symbol
 from dsf.triton.source import Source, file_of
 
 UNIT, ZERO = const(1), const(0)
@@ -151,25 +151,14 @@ class _Writer(Writer):
     def functions(self) -> dict[str, tuple[list[str], tuple[Access, ...]]]:
         """The printed functions and their tensors, by name."""
         y = Access(".y", None, True, False, True, True)
-        (begun,) = derivatives(self.y, GIVEN, [ROWS])
+        begun = derivatives(self.y, GIVEN, [ROWS])
         pairs = [(self.drive, self.given), *([] if self.keyed else [(self.y, GIVEN)])]
         return {
-            "enter": self.returning("enter", self.drive),
+            "enter": self.returning("enter", [self.drive]),
             "leave": self.function("leave", [(self.y, y)]),
             "begin": self.returning("begin", begun),
             "adjoint": self.pulled(pairs, self.nodes),
         }
-
-    def returning(self, name: str, root: Expr) -> tuple[list[str], tuple[Access, ...]]:
-        """A function that returns an expression's tile."""
-        function = Body(self.names)
-        for node in inputs_of(root):
-            function.load(node, self.access(node))
-        printer = Printer(function.names, RESERVED)
-        (value,) = printer.print([root])
-        return [f"def {name}(args, at):", *indented([*function.lines, *printer.lines, f"return {value}"])], tuple(
-            function.accesses
-        )
 
     def pulled(
         self, pairs: Sequence[tuple[Expr, Expr]], wanted: Sequence[Expr]

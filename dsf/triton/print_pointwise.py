@@ -151,6 +151,16 @@ class Writer:
             text = [*text, "", "", "@triton.jit", *start, "", "", "@triton.jit", *finish]
         return text, tuple(function.accesses)
 
+    def returning(self, name: str, exprs: Sequence[Expr]) -> tuple[list[str], tuple[Access, ...]]:
+        """A function that loads the inputs of some expressions and returns their tiles."""
+        function = Body(self.names)
+        for node in inputs_of(*exprs):
+            function.load(node, self.access(node))
+        printer = Printer(function.names, RESERVED)
+        values = printer.print(exprs)
+        body = [*function.lines, *printer.lines, f"return {', '.join(values)}"]
+        return [f"def {name}(args, at):", *indented(body)], tuple(function.accesses)
+
     @staticmethod
     def _added(sums: Sequence[tuple[Expr, str, Access]]) -> str:
         if not sums:
