@@ -26,12 +26,6 @@ def program_of(spec: Spec) -> tuple[Source, str] | str:
     return given.printed(spec, emit_convolution)
 
 
-def names(spec: Spec) -> list[str]:
-    """The name of a spec's program, if it has one, which this call prints and registers."""
-    found = program_of(spec)
-    return [] if isinstance(found, str) else [found[1]]
-
-
 def on_kernels(x: Tensor) -> bool:
     """True for tensors that this operator takes: on a GPU, not float64, outside of torch.func. A graph of torch.compile
     has torch's FFT, since it cannot trace how kernels are printed."""

@@ -51,12 +51,6 @@ def program_of(spec: Spec) -> tuple[Source, str] | str:
     return printed(spec, emit_given)
 
 
-def names(spec: Spec) -> list[str]:
-    """The name of a spec's program, if it has one, which this call prints and registers."""
-    found = program_of(spec)
-    return [] if isinstance(found, str) else [found[1]]
-
-
 def takes(spec: Spec, sizes: Sizes) -> bool:
     """True for calls, without an initial state, whose drive, gate and D are printed."""
     return not sizes.groups and not isinstance(program_of(spec), str)
@@ -69,7 +63,7 @@ def run(spec: Spec, still: Still, bound: Bound, timed: Mapping[str, Tensor], h: 
     """
     from dsf.kernels.triton.fourier.operator import CONVOLUTIONS
 
-    (name,), (keys, p, compute) = names(spec), (bound.sizes.keys, bound.sizes.p, bound.compute)
+    name, (keys, p, compute) = program_of(spec)[1], (bound.sizes.keys, bound.sizes.p, bound.compute)
     roles = CONVOLUTIONS[name].roles
     kinds = {i.name: i.kind for i in still.of.inputs}
 

@@ -69,7 +69,7 @@ def _print(kind: str, name: str) -> None:
     spec = declared(title or name, rest)
     printers = {
         "program": chunk.names, "step": step.names, "prologue": scan.prologue_names, "hole": scan.names,
-        "convolution": lambda x: [*convolve.names(x), *given.names(x)],
+        "convolution": lambda s: [p[1] for p in (convolve.program_of(s), given.program_of(s)) if isinstance(p, tuple)],
     }  # fmt: skip
     if name not in printers[kind](spec):
         raise DsfError(
