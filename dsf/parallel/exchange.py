@@ -17,45 +17,8 @@ from torch import Tensor
 from dsf.kernels.affine import Frame, composed, entered, left
 from dsf.parallel.collectives import INNER, OUTER, Gather, Hop, Request, Swap
 from dsf.parallel.fold import Fold, by_owner
-from dsf.parallel.layout import Fragment, Layout
-
-
-class Shards(Protocol):
-    """One rank's fragments, as an exchange reads them. Tensors are [B, H, ...]."""
-
-    layout: Layout
-    rank: int
-    frame: Frame
-    fresh: Sequence[bool]  # of every fragment of the sequence
-
-    @property
-    def complete(self) -> bool:
-        """Whether F and C are at hand also of fragments of which no other rank needs them."""
-
-    @property
-    def mapped(self) -> bool:
-        """Whether M is, too."""
-
-    def fragment(self, slot: int) -> Fragment:
-        """The fragment in a slot."""
-
-    def empty(self) -> Tensor:
-        """A state before anything was written."""
-
-    def nothing(self) -> Tensor:
-        """A gradient of zero: a state without its gain columns."""
-
-    def written(self, slot: int) -> Tensor:
-        """F; where the sequence begins in the fragment, with the call's initial state already applied."""
-
-    def move(self, slot: int) -> Tensor | None:
-        """M, or None where none is stored."""
-
-    def through(self, slot: int, state: Tensor) -> Tensor:
-        """The fragment's final state from its initial state, by running the recurrence."""
-
-    def adjoint(self, slot: int, last: Tensor | None) -> Tensor:
-        """C; with `last`, the gradient of the final state, the whole gradient of the fragment's initial state."""
+from dsf.parallel.layout import Layout
+from dsf.parallel.rank import Rank
 
 
 class Entered(NamedTuple):
@@ -73,22 +36,22 @@ Leaving = Generator[Request, Tensor, list[Tensor]]
 class Exchange(Protocol):
     """One exchange."""
 
-    def enter(self, shards: Shards) -> Entering:
+    def enter(self, shards: Rank) -> Entering:
         """Forward."""
 
-    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+    def leave(self, shards: Rank, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
 
 
-def _slots(shards: Shards) -> range:
+def _slots(shards: Rank) -> range:
     return range(shards.layout.slots)
 
 
-def _numbers(shards: Shards) -> list[int]:
+def _numbers(shards: Rank) -> list[int]:
     return [shards.layout.number(shards.rank, slot) for slot in _slots(shards)]
 
 
-def _payload(shards: Shards, frame: Frame) -> Tensor:
+def _payload(shards: Rank, frame: Frame) -> Tensor:
     """(F, M) of the rank's fragments [slots, B, H, numbers]; where no sequence continues, an empty F, or any."""
     rows = []
     for slot in _slots(shards):
@@ -102,7 +65,7 @@ def _payload(shards: Shards, frame: Frame) -> Tensor:
     return _together(rows)
 
 
-def _own(shards: Shards) -> Tensor:
+def _own(shards: Rank) -> Tensor:
     """C of the rank's fragments [slots, B, H, N, plain], where no sequence continues from before zeros, or anything."""
     needed = [shards.complete or shards.fragment(s).continued for s in _slots(shards)]
     return _together([shards.adjoint(s, None) if n else shards.nothing() for s, n in enumerate(needed)])
@@ -113,7 +76,7 @@ def _together(rows: list[Tensor]) -> Tensor:
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
-def _frame(shards: Shards) -> Frame:
+def _frame(shards: Rank) -> Frame:
     """Shapes of what is sent: no M where there are only two fragments, as none lies between others."""
     return shards.frame if shards.layout.fragments > 2 else shards.frame.without_moves
 
@@ -121,7 +84,7 @@ def _frame(shards: Shards) -> Frame:
 class AllGather:
     """Every rank gathers all maps and folds them: one round, (W - 1)(f + m) bytes into a rank."""
 
-    def enter(self, shards: Shards) -> Entering:
+    def enter(self, shards: Rank) -> Entering:
         """Forward."""
         frame = _frame(shards)
         rows = yield Gather(_payload(shards, frame))
@@ -130,14 +93,14 @@ class AllGather:
         after = [frame.gain_of(states[min(n + 1, len(states) - 1)]) for n in numbers]
         return Entered([states[n] for n in numbers], after, kept)
 
-    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+    def leave(self, shards: Rank, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
         fold = self._fold(shards)
         found = fold.backward((yield Gather(_own(shards))), kept)
         return [found[n - fold.low] for n in _numbers(shards)]
 
     @staticmethod
-    def _fold(shards: Shards) -> Fold:
+    def _fold(shards: Rank) -> Fold:
         ends = not shards.complete or shards.layout.slots > 1  # such a rank knows where the sequence begins and ends
         return Fold(_frame(shards), shards.layout, shards.fresh, _numbers(shards), ends, shards.complete)
 
@@ -166,7 +129,7 @@ class Transpose:
     Diagonal systems of fewer heads than ranks are dealt entry by entry.
     """
 
-    def enter(self, shards: Shards) -> Entering:
+    def enter(self, shards: Rank) -> Entering:
         """Forward."""
         layout, frame = shards.layout, _frame(shards)
         sent = _payload(shards, frame)
@@ -179,7 +142,7 @@ class Transpose:
             replies = [torch.cat(each, dim=-1) for each in zip(replies, after, strict=False)]
         return _entered(frame, _joined((yield Swap(by_owner(layout, replies))), heads), kept)
 
-    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+    def leave(self, shards: Rank, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
         layout, frame = shards.layout, _frame(shards)
         sent = _own(shards)
@@ -190,7 +153,7 @@ class Transpose:
         return list(_joined((yield Swap(by_owner(layout, replies))), heads))
 
     @staticmethod
-    def _fold(shards: Shards, frame: Frame) -> Fold:
+    def _fold(shards: Rank, frame: Frame) -> Fold:
         fragments = range(shards.layout.fragments)
         return Fold(frame, shards.layout, shards.fresh, fragments, kernels=shards.complete)
 
@@ -204,7 +167,7 @@ class Relay:
     def __init__(self, walk: bool = False) -> None:
         self.walk = walk
 
-    def enter(self, shards: Shards) -> Entering:
+    def enter(self, shards: Rank) -> Entering:
         """Forward."""
         frame, layout = shards.frame, shards.layout
         slots = {shards.fragment(s).number: s for s in _slots(shards)}
@@ -228,13 +191,13 @@ class Relay:
         kept = [*moves, *(frame.gain_of(starts[n]) for n in slots), *(after[n] for n in slots)]
         return Entered([starts[n] for n in slots], [after[n] for n in slots], kept)
 
-    def _out(self, shards: Shards, slot: int, found: Any, start: Tensor) -> Tensor:
+    def _out(self, shards: Rank, slot: int, found: Any, start: Tensor) -> Tensor:
         if self.walk:
             return shards.written(slot) if shards.fragment(slot).fresh else shards.through(slot, start)
         f, m = found
         return f if shards.fragment(slot).fresh else shards.frame.into(m, f, start)
 
-    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+    def leave(self, shards: Rank, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
         frame, layout, rest = shards.frame, shards.layout, list(kept)
         slots = {shards.fragment(s).number: s for s in _slots(shards)}
@@ -295,10 +258,10 @@ class TwoLevel:
     def _outer(self, layout: Layout) -> Layout:
         return Layout(layout.name, self.nodes)
 
-    def _node(self, shards: Shards) -> int:
+    def _node(self, shards: Rank) -> int:
         return shards.rank // (shards.layout.ranks // self.nodes)
 
-    def enter(self, shards: Shards) -> Entering:
+    def enter(self, shards: Rank) -> Entering:
         """Forward."""
         layout, frame = shards.layout, shards.frame
         inner, heads = layout.ranks // self.nodes, shards.empty().shape[1]
@@ -326,7 +289,7 @@ class TwoLevel:
         inside_moves = [torch.stack([m for _, m in run if m is not None]) for run in maps if frame.move_numbers]
         return _entered(frame, found, [*inside_moves, *gains, *kept])
 
-    def _fresh_runs(self, shards: Shards) -> list[bool]:
+    def _fresh_runs(self, shards: Rank) -> list[bool]:
         """Whether no state passes through a run, for all runs of all nodes in the sequence's order."""
         layout, found = shards.layout, {}
         for node in range(self.nodes):
@@ -334,7 +297,7 @@ class TwoLevel:
                 found[self._outer(layout).number(node, slot)] = any(shards.fresh[n] for n, _, _ in run)
         return [found[n] for n in sorted(found)]
 
-    def leave(self, shards: Shards, kept: Sequence[Tensor]) -> Leaving:
+    def leave(self, shards: Rank, kept: Sequence[Tensor]) -> Leaving:
         """Backward."""
         layout, frame, slots = shards.layout, shards.frame, shards.layout.slots
         inner, heads, rest = layout.ranks // self.nodes, shards.empty().shape[1], list(kept)

@@ -18,7 +18,7 @@ from dsf.parallel.summary import Summary, hollow
 
 @dataclass
 class Rank:
-    """One rank's part of one call, as the exchanges see it (dsf.parallel.exchange.Shards).
+    """One rank's part of one call.
 
     packing: of packed sequences, or None. initial: the state of the global sequences, or None. In the backward pass
     also: starts, the slots' initial states; dy; dfinal, the gradient of the global final states, summed over ranks, or
