@@ -49,9 +49,7 @@ class Heads(Mixer):
 
     def cut(self, to: Cuts) -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(n_heads=heads)
-        to.set(dims=(to.share(heads), n, p))
+        to.over_heads()
         sections = self.steps_apart(*to.heads("sections"))
         to.rows(self.in_proj, *sections)
         to.conv(self.conv1d, *sections)

@@ -82,9 +82,7 @@ class MambaBlock(Mixer):
 
     def cut_between(self, to: "Cuts") -> None:
         """`cut` without the projections in and out."""
-        heads, n, p = self.dims
-        to.count(channels=self.channels)
-        to.set(dims=(heads, n, to.share(p)) if heads == 1 else (to.share(heads), n, p))
+        to.over_channels()
         to.conv(self.conv1d)
         to.mixed(self.x_proj)
         to.rows(self.dt_proj)
@@ -115,13 +113,15 @@ class MambaBlock(Mixer):
 
 
 def grouped(layer: Any, to: "Cuts") -> tuple[int, ...]:
-    """The sections x, b, c, ... of `layer.split`; a rank gets whole groups, or a part of a single group.
+    """The sections x, b, c, ... of `layer.split`; a rank gets whole groups, or a part of a single group, and its part
+    of every width.
 
     A group has one b, c, ... a token, or several, each of which is a section.
     """
     heads, p, rows, n, *_ = layer.split
     groups, keys = layer.n_groups, len(layer.split) // 2 - 1
     each = rows // groups
+    to.set(widths=[to.share(width) for width in layer.widths])
     if groups == 1 and to.ranks > 1:
         to.count(d_state=n)
         to.set(split=(to.share(heads), p, *(each, to.share(n)) * keys))

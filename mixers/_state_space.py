@@ -111,9 +111,7 @@ class StateSpace(Mixer):
 
     def cut(self, to: Cuts) -> None:
         """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(channels=heads * p)
-        to.set(dims=(heads, n, to.share(p)) if heads == 1 else (to.share(heads), n, p))
+        to.over_channels()
         to.own(self, "log_dt", "D", "A_log", "A_imag", "B", "C", "W", "p")
         to.summed(self.output_linear)
 

@@ -78,9 +78,7 @@ class DeltaNet(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(n_heads=heads, n_key_heads=self.split[0])
-        to.set(dims=(to.share(heads), n, p))
+        to.over_heads(n_key_heads=self.split[0])
         sections = to.heads("split")
         to.rows(self.qkv_proj, *sections)
         to.conv(self.conv1d, *sections)

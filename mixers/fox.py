@@ -85,8 +85,8 @@ class ForgettingAttention(Mixer):
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
         (heads, n, p), kept = self.dims, self.n_kv_heads
-        to.count(n_heads=heads, n_kv_heads=kept)
-        to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(kept))
+        to.over_heads(n_kv_heads=kept)
+        to.set(n_kv_heads=to.share(kept))
         to.rows(self.q_proj)
         to.rows(self.kv_proj, kept * n, kept * p)
         to.rows(self.f_proj)

@@ -75,9 +75,7 @@ class HGRN(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
-        heads, n, channels = self.dims
-        to.count(channels=channels)
-        to.set(dims=(heads, n, to.share(channels)))
+        channels = to.over_channels()
         to.rows(self.in_proj, channels, channels)
         to.conv(self.conv1d, channels, channels)
         to.rows(self.g_proj)

@@ -108,10 +108,8 @@ class Hydra(BothWays):
 
         Of a single group's b and c each rank computes a part; the parts are gathered.
         """
-        (heads, n, p), (z, _, _) = self.dims, self.widths
-        to.count(n_heads=heads)
+        heads, (z, _, _) = to.over_heads(), self.widths
         sections = grouped(self, to)
-        to.set(dims=(to.share(heads), n, p), widths=[to.share(width) for width in self.widths])
         to.rows(self.in_proj, z, *sections, heads, heads)
         to.conv(self.conv1d, *sections)
         to.own(self, "A_log", "D", "dt_bias")

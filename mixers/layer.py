@@ -169,8 +169,8 @@ class Layer(Mixer):
 
     def cut(self, to: Cuts) -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(n_heads=heads, n_key_heads=self.key_heads)
+        to.over_heads(n_key_heads=self.key_heads)
+        to.set(key_heads=to.share(self.key_heads))
         convolved = [size for entry in self.convolved for size in self._sections(entry)]
         to.rows(self.in_proj, *convolved)
         to.conv(self.conv1d, *convolved)
@@ -178,7 +178,6 @@ class Layer(Mixer):
         to.rows(self.g_proj)
         to.own(self, *self.params.values())
         to.summed(self.o_proj)
-        to.set(dims=(to.share(heads), n, p), key_heads=to.share(self.key_heads))
 
     def _sections(self, entry: Input) -> list[int]:
         """The numbers of all heads in a token's input, for each of its steps."""

@@ -74,9 +74,7 @@ class LinearAttention(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(n_heads=heads)
-        to.set(dims=(to.share(heads), n, p))
+        to.over_heads()
         for linear in (self.q_proj, self.k_proj, self.v_proj):
             to.rows(linear)
         to.summed(self.o_proj)

@@ -237,10 +237,8 @@ class Mamba3(Mixer):
 
         Of the angles, which all heads share, and of a single group's B and C each rank computes a part for all.
         """
-        heads, n, p = self.dims
-        to.count(n_heads=heads, angles=self.angles)
+        heads = to.over_heads(angles=self.angles)
         sections = grouped(self, to)
-        to.set(dims=(to.share(heads), n, p), widths=[to.share(width) for width in self.widths])
         z, _, *rest = self.widths
         to.rows(self.in_proj, *([z] if z else []), *sections, *rest)
         to.own(self, "B_bias", "C_bias", "D", "dt_bias", *(name for name in self.starts if "mimo" in name))

@@ -69,9 +69,7 @@ class MinGRU(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
-        heads, n, channels = self.dims
-        to.count(channels=channels)
-        to.set(dims=(heads, n, to.share(channels)))
+        channels = to.over_channels()
         to.rows(self.in_proj, channels, channels)
         to.summed(self.out_proj)
 

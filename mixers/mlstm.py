@@ -224,10 +224,7 @@ class MLSTM(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        channels = self.down_proj.in_features
-        to.count(n_heads=heads, blocks=len(self.q_proj.weight))
-        to.set(dims=(to.share(heads), n, p))
+        heads, channels = to.over_heads(blocks=len(self.q_proj.weight)), self.down_proj.in_features
         to.rows(self.up_proj, *[channels] * (self.up_proj.out_features // channels))
         to.conv(self.conv1d)
         for blocks in (self.q_proj, self.k_proj, self.v_proj):

@@ -79,9 +79,7 @@ class QLSTM(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
-        heads, n, channels = self.dims
-        to.count(channels=channels)
-        to.set(dims=(heads, n, to.share(channels)))
+        channels = to.over_channels()
         to.rows(self.in_proj, *[channels] * (self.in_proj.out_features // channels))
         to.conv(self.conv1d)
         to.rows(self.gates, channels, channels, channels, gathered=True)  # every gate sees every channel

@@ -115,9 +115,7 @@ class RGLRU(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, width = self.dims
-        to.count(n_heads=heads)
-        to.set(dims=(to.share(heads), n, width))
+        to.over_heads()
         to.rows(self.linear_x)
         to.rows(self.linear_y)
         to.conv(self.conv1d)

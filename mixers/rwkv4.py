@@ -71,9 +71,7 @@ class RWKV4(TimeMix):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its channels (`dsf.parallel.HeadShard`)."""
-        heads, n, channels = self.dims
-        to.count(channels=channels)
-        to.set(dims=(heads, n, to.share(channels)))
+        to.over_channels()
         for linear in (self.key, self.value, self.receptance):
             to.rows(linear)
         to.own(self, "time_decay", "time_first")

@@ -107,9 +107,7 @@ class RWKV6(TimeMix):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(n_heads=heads)
-        to.set(dims=(to.share(heads), n, p))
+        to.over_heads()
         for linear in (self.receptance, self.key, self.value, self.gate):
             to.rows(linear)
         to.own(self, "time_decay_w2", axis=1)

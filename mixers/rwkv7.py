@@ -174,9 +174,7 @@ class RWKV7(TimeMix):
 
         v_first is then that of the same heads: [B, T, d_model / ranks].
         """
-        heads, n, p = self.dims
-        to.count(n_heads=heads)
-        to.set(dims=(to.share(heads), n, p))
+        to.over_heads()
         for linear in (self.receptance, self.key, self.value):
             to.rows(linear)
         to.own(self, "w2", "a2", "v2", "g2", axis=1)

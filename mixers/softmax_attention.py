@@ -176,9 +176,8 @@ class SoftmaxAttention(Mixer):
 
     def cut(self, to: "Cuts") -> None:
         """Declare a rank's part of this layer where ranks share its heads (`dsf.parallel.HeadShard`)."""
-        heads, n, p = self.dims
-        to.count(n_heads=heads, n_kv_heads=self.n_kv_heads)
-        to.set(dims=(to.share(heads), n, p), n_kv_heads=to.share(self.n_kv_heads))
+        to.over_heads(n_kv_heads=self.n_kv_heads)
+        to.set(n_kv_heads=to.share(self.n_kv_heads))
         for linear in (self.q_proj, self.k_proj, self.v_proj):
             to.rows(linear)
         to.own(self, *self.starts)

@@ -101,10 +101,8 @@ class SSD(Mixer):
 
         Of a single group's b and c each rank computes a part; the parts are gathered.
         """
-        heads, n, p = self.dims
-        to.count(n_heads=heads)
+        to.over_heads()
         sections = grouped(self, to)
-        to.set(dims=(to.share(heads), n, p), widths=[to.share(width) for width in self.widths])
         z, _, dt = self.widths
         to.rows(self.in_proj, *([z] if z else []), *sections, dt)
         to.conv(self.conv1d, *sections)

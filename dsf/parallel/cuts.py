@@ -58,7 +58,8 @@ class Cuts:
     """
 
     def __init__(self, layer: nn.Module, ranks: int) -> None:
-        self.layer, self.ranks = layer, ranks
+        self.layer: Any = layer
+        self.ranks = ranks
         self.params: dict[tuple[nn.Module, str], Cut] = {}
         self.sets: list[tuple[Any, str, Any]] = []
         self.apart: set[tuple[nn.Module, str]] = set()
@@ -93,6 +94,20 @@ class Cuts:
     def set(self, **attributes: Any) -> None:
         """Declare new values for attributes of the layer on a rank."""
         self.sets += [(self.layer, name, value) for name, value in attributes.items()]
+
+    def over_heads(self, **numbers: int) -> int:
+        """Cut the layer's `dims`, (heads, N, P), by heads, and `count` others. Returns how many all ranks have."""
+        heads, n, p = self.layer.dims
+        self.count(n_heads=heads, **numbers)
+        self.set(dims=(self.share(heads), n, p))
+        return heads
+
+    def over_channels(self) -> int:
+        """Cut the layer's `dims` by channels: of one head, or heads. Returns how many all ranks have."""
+        heads, n, p = self.layer.dims
+        self.count(channels=heads * p)
+        self.set(dims=(heads, n, self.share(p)) if heads == 1 else (self.share(heads), n, p))
+        return heads * p
 
     def heads(self, name: str) -> tuple[int, ...]:
         """Cut an attribute H1, D1, H2, D2, ... to a rank's heads. Returns the sections H1·D1, H2·D2, ..."""

@@ -98,7 +98,7 @@ def _share(cuts: Cuts, mesh: DeviceMesh) -> None:
     layer.__dict__[CUTS] = {paths[module] + name: cut for (module, name), cut in cuts.params.items()}
     layer.__dict__["_apart"], layer.__dict__["_once"] = places(cuts.apart), places(cuts.once)
     layer.__dict__["_same"] = cuts.same
-    layer.shares = shares  # type: ignore[assignment]
+    layer.shares = shares
     layer.__class__ = type(type(layer).__name__, (Shared, type(layer)), {})
     layer.register_state_dict_post_hook(_save)
     layer.register_load_state_dict_pre_hook(_load)
