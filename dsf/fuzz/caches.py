@@ -58,8 +58,12 @@ def blank(state: State) -> State:
     return torch.zeros_like(state)
 
 
+def start_dtype(case: Case) -> torch.dtype:
+    """The dtype of states."""
+    return torch.float64 if case.dtype == "float64" else torch.float32
+
+
 def given_type(case: Case, state: State) -> State:
     """A float64 state in the dtypes of a call's initial state; keys and values get the inputs' dtype."""
-    wide = torch.float64 if case.dtype == "float64" else torch.float32
-    found = changed(state, lambda x: x.to(wide))
+    found = changed(state, lambda x: x.to(start_dtype(case)))
     return found.to(case.torch_dtype) if isinstance(found, KVCache) else found

@@ -18,11 +18,11 @@ from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import OUTPUT
 from dsf.checking.measure import KERNELS, Subject, distance, misfits, typical_entry
 from dsf.checking.ranges import Given, ranges_of
-from dsf.fuzz.caches import as_numbers, changed
+from dsf.fuzz.caches import as_numbers, changed, start_dtype
 from dsf.fuzz.case import Case
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned
-from dsf.fuzz.truth import Expected, form_of, moved, truths
+from dsf.fuzz.truth import Expected, differentiated, form_of, moved, truths
 from dsf.fuzz.verdict import Finding, Verdict
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
@@ -238,14 +238,9 @@ def _run(
         y, final = _called(subject, case, leaves, start)
         state = as_numbers(subject.recurrence, case, final)
     pairs = [(x, d.to(x)) for x, d, use in zip((y, state), (dy, cots[1]), wanted, strict=True) if use]
-    grads = subject.without_gain(_differentiated([p for p in pairs if p[0].requires_grad], wrt), case.p) if wrt else {}
+    grads = subject.without_gain(differentiated(pairs, wrt), case.p) if wrt else {}
     raw = final if isinstance(final, Tensor) else state.to(start_dtype(case))
     return Ran(y.detach(), raw.detach(), state.detach(), grads)
-
-
-def start_dtype(case: Case) -> torch.dtype:
-    """The dtype of states."""
-    return torch.float64 if case.dtype == "float64" else torch.float32
 
 
 def _by_func(
@@ -294,14 +289,6 @@ def _stepped(subject: Subject, case: Case, leaves: Mapping[str, Tensor], state: 
         y, state = subject.recurrence.step(state, backend=case.backend, **now)
         outputs.append(y)
     return torch.stack(outputs, dim=1), state
-
-
-def _differentiated(pairs: list[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not pairs or not wrt:
-        return {n: torch.zeros_like(x) for n, x in wrt.items()}
-    outputs, given = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, list(wrt.values()), given, allow_unused=True)
-    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(wrt.items(), found, strict=True)}
 
 
 def _measures(

@@ -143,6 +143,11 @@ def _grads(
         pairs.append((y, torch.cat([dy.to(y) for dy, _ in cotangents])))
     if case.loss in ("both", "state"):
         pairs.append((state, torch.cat([ds.to(state) for _, ds in cotangents])))
+    return differentiated(pairs, wrt)
+
+
+def differentiated(pairs: Sequence[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of leaves, by name, from pairs of an output and its gradient; zeros where none depends on them."""
     pairs = [(x, d) for x, d in pairs if x.requires_grad]
     if not pairs:
         return {name: torch.zeros_like(x) for name, x in wrt.items()}
