@@ -5,7 +5,6 @@ With `hf_cache`, all that imports transformers (5.6.0, 5.23.0, 5.24.0 were tried
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -197,14 +196,6 @@ class DsfModel(DsfPreTrainedModel):
     run = Backbone.run
     _blocks = Backbone._blocks
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: Any) -> None:
-        """Take another embedding."""
-        self.embed_tokens = value
-
     @can_return_tuple
     def forward(
         self,
@@ -304,22 +295,6 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         copy_weights(made, self)
         return made.train(self.training)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: Any) -> None:
-        """Take another embedding."""
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, value: Any) -> None:
-        """Take another head."""
-        self.lm_head = value
-
     @can_return_tuple
     def forward(
         self,
@@ -387,11 +362,6 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         return undecayed_names(self)
 
 
-def _register(auto: Any, *what: Any) -> None:
-    options = {"exist_ok": True} if "exist_ok" in inspect.signature(auto.register).parameters else {}
-    auto.register(*what, **options)
-
-
-_register(AutoConfig, "dsf", DsfConfig)
-_register(AutoModel, DsfConfig, DsfModel)
-_register(AutoModelForCausalLM, DsfConfig, DsfForCausalLM)
+AutoConfig.register("dsf", DsfConfig, exist_ok=True)
+AutoModel.register(DsfConfig, DsfModel, exist_ok=True)
+AutoModelForCausalLM.register(DsfConfig, DsfForCausalLM, exist_ok=True)
