@@ -12,9 +12,9 @@ from dsf.parallel.world import Sequence, Simulated, World
 
 if TYPE_CHECKING:  # what is late below
     from dsf.parallel.checkpoint import Checkpoint as Checkpoint
-    from dsf.parallel.plans import plan_of as plan_of
     from dsf.parallel.styles import HeadShard as HeadShard
     from dsf.parallel.styles import SequenceShard as SequenceShard
+    from dsf.parallel.styles import plan_of as plan_of
 
 __all__ = [
     "Checkpoint",
@@ -34,7 +34,7 @@ __all__ = [
 Recurrence.ranks = call
 
 # Importing torch's parallel styles and checkpoints takes seconds, and few programs need them.
-_LATE = {"Checkpoint": "checkpoint", "HeadShard": "styles", "SequenceShard": "styles", "plan_of": "plans"}
+_LATE = {"Checkpoint": "checkpoint", "HeadShard": "styles", "SequenceShard": "styles", "plan_of": "styles"}
 
 
 if not TYPE_CHECKING:  # or every name would be Any
