@@ -224,6 +224,16 @@ def in_turn(module: Any) -> bool:
     return type(module) is nn.Sequential and not hooked(module)
 
 
+def side_by_side(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
+    """The outputs of small linear maps of the same x, by one matrix product where they are plain, so that x and its
+    gradient are read once. Wrapped, quantised, sharded or hooked maps are called one by one."""
+    weights = [plain_weight(m) for m in maps]
+    plain = [w for w in weights if w is not None]
+    if len(plain) < len(maps):
+        return tuple(m(x) for m in maps)
+    return nn.functional.linear(x, torch.cat(plain)).split([w.shape[0] for w in plain], dim=-1)
+
+
 def _own(maps: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The maps' weights and biases; none if the maps are not all plain and alike."""
     found = [own for own in map(plain_map, maps) if own is not None]

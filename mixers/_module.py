@@ -16,10 +16,9 @@ from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
 from dsf.mixers._checks import check_call, check_tokens, named_tokens
-from dsf.mixers._conv import ShortConv
+from dsf.mixers._conv import ShortConv, TokenShift
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
-from dsf.mixers._shift import TokenShift
 from dsf.mixers._sizes import Divided, check_input
 from dsf.mixers._states import is_cache, put
 

@@ -181,6 +181,20 @@ def fill(tensor: Tensor, start: Start) -> None:
         tensor.copy_(value)
 
 
+class StartLinear(nn.Linear):
+    """A linear map with the initial weight start(out_features, in_features) and a zero bias."""
+
+    def __init__(self, in_features: int, out_features: int, start: Start, bias: bool = False):
+        self.start = start
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight again; set the bias to zero."""
+        fill(self.weight, self.start)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """A model's parameters in two optimizer groups: [with weight decay, without], each in the model's order.
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from dsf import Expr
 from dsf.kernels.mixture import token_mixtures
 from dsf.language.errors import InputError
+from dsf.mixers._conv import TokenShift
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import layer_norm
-from dsf.mixers._shift import TokenShift
 
 
 class TimeMix(Mixer):

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 import dsf
 from dsf import Expr, Key, N, Scalar, System, Value, exp_features, sigmoid
 from dsf.mixers._beside import product_of
-from dsf.mixers._layers import StartLinear
+from dsf.mixers._conv import TokenShift
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import GatedRMSNorm
-from dsf.mixers._own import uniform
-from dsf.mixers._shift import TokenShift
+from dsf.mixers._own import StartLinear, uniform
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts

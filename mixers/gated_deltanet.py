@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import dsf
 from dsf import I, Key, Param, Scalar, System, Value, exp, outer, softplus
-from dsf.mixers._layers import side_by_side
+from dsf.mixers._beside import side_by_side
 from dsf.mixers._module import Side, Span
 from dsf.mixers._norm import normed
 from dsf.mixers._own import log_uniform, time_step

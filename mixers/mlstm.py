@@ -14,10 +14,9 @@ from dsf.kernels.product import by_blocks, linear
 from dsf.language.errors import InputError
 from dsf.mixers._beside import hooked, loaded, product_of
 from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
 from dsf.mixers._norm import gated, layer_norm
-from dsf.mixers._own import Owner, normal
+from dsf.mixers._own import Owner, StartLinear, normal
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts

@@ -11,9 +11,8 @@ import dsf
 from dsf import Param, Scalar, System, Value, relu, sigmoid
 from dsf.mixers._beside import product_of
 from dsf.mixers._conv import ShortConv
-from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Mixer, Side, Span
-from dsf.mixers._own import normal
+from dsf.mixers._own import StartLinear, normal
 
 if TYPE_CHECKING:
     from dsf.parallel import Cuts

@@ -9,9 +9,8 @@ from torch import Tensor
 import dsf
 from dsf import Param, System, Value, exp
 from dsf.kernels.norm import gated
-from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
-from dsf.mixers._own import Start, orthogonal
+from dsf.mixers._own import Start, StartLinear, orthogonal
 from dsf.mixers._rwkv import TimeMix, ramp, zigzag
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from torch import Tensor
 import dsf
 from dsf import Expr, Key, Param, System, Value, diag, dot, exp, maximum, outer, rsqrt, sigmoid
 from dsf.language.errors import InputError
-from dsf.mixers._layers import StartLinear
 from dsf.mixers._module import Side, Span
-from dsf.mixers._own import full, orthogonal, uniform
+from dsf.mixers._own import StartLinear, full, orthogonal, uniform
 from dsf.mixers._rwkv import TimeMix, group_norm, group_norm_by_torch, ramp
 
 if TYPE_CHECKING:

@@ -211,7 +211,7 @@ def test_wrong_sizes_are_refused_by_name():
 
 
 def test_small_maps_side_by_side_are_the_maps_and_wrapped_ones_are_called():
-    from dsf.mixers._layers import side_by_side
+    from dsf.mixers._beside import side_by_side
 
     first, second = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(4, 3, bias=False)
     x = torch.randn(2, 5, 4)

@@ -6,8 +6,7 @@ from interpreted import interpreted
 
 from dsf.kernels import convolution
 from dsf.kernels.convolution import Piece
-from dsf.mixers._conv import ShortConv
-from dsf.mixers._shift import TokenShift
+from dsf.mixers._conv import ShortConv, TokenShift
 from dsf.parallel import Simulated, halo, windows
 
 pytestmark = interpreted
