@@ -62,7 +62,7 @@ class Shard:
         M: what the shard multiplies a state by. keep: whether `forward` will be called with it.
         """
         if self.scans:
-            from dsf.kernels.triton.scan.shard import scan_shard
+            from dsf.kernels.triton.scan.operator import scan_shard
 
             return scan_shard(self.operands, None, state, self.name, moves)
         from dsf.kernels.triton.chunk.shard import matrix_shard
@@ -91,7 +91,7 @@ class Shard:
     ) -> tuple[Tensor, list[Tensor]]:
         """The gradient of the shard's first state, without columns of a running maximum, and `held` of `backward`."""
         if self.scans:
-            from dsf.kernels.triton.scan.shard import scan_shard
+            from dsf.kernels.triton.scan.operator import scan_shard
 
             found, _, later = scan_shard(self.operands, dy, dfinal, self.name, False)
             return found, later

@@ -44,7 +44,7 @@ def fused_scan_adjoint(
 
     dy: [B, T, H, P]; dfinal: gradient of the final state, or None; saved: the states that the forward pass stored;
     needs: which operands need a gradient; ends: of packed sequences, or None; held: the segments' cotangents from
-    `dsf.kernels.triton.scan.shard`, or None.
+    dsf::scan_shard, or None.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)

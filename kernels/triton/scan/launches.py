@@ -357,7 +357,7 @@ def fused_scan(
 
     y has the operands' dtype, or float32 if `wide`. ends: None, or the last tokens of `sequences` packed sequences
     (dsf.kernels.triton.scan.tiles.packed_ends), each of which has a final state; B is then 1 and `state` None. held:
-    the summaries from `dsf.kernels.triton.scan.shard`, or None.
+    the summaries from dsf::scan_shard, or None.
     """
     spec = HOLES[hole]
     sizes = sizes_of(spec, operands)

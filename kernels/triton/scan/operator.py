@@ -1,4 +1,4 @@
-"""The fused scan as custom operators, dsf::fused_scan and dsf::fused_scan_adjoint.
+"""The fused scan as custom operators, dsf::fused_scan and dsf::fused_scan_adjoint, and of a shard dsf::scan_shard.
 
 They take the registered name of a spec's holes, so that torch.compile, autocast, checkpointing and graph capture see
 plain operators on tensors.
@@ -15,7 +15,8 @@ from torch import Tensor
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.scan.gradients import fused_scan_adjoint
-from dsf.kernels.triton.scan.launches import HOLES, fused_scan, sizes_of
+from dsf.kernels.triton.scan.launches import HOLES, _arguments, _timed, combined, fused_scan, launch, sizes_of, summed
+from dsf.kernels.triton.scan.tiles import Cotangents
 
 
 class _Differentiable(torch.autograd.Function):
@@ -53,6 +54,29 @@ def _differentiable(
     return _Differentiable.apply(hole, wide, ends, count, state, *operands)
 
 
+def _shard(
+    operands: Sequence[Tensor], dy: Tensor | None, state: Tensor | None, hole: str, moves: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The effect of a shard of a sequence on states, from the summaries of its segments, which are computed once:
+    (the state after T tokens [B, H, N, P], or with dy the gradient of the state before them; M; held).
+
+    state: the one before the tokens (with dy the gradient of the one after them), or None for zeros. M: if `moves`, the
+    product of the tokens' decays [B, H, N, P]. held: for the scan (or its adjoint) of the same operands.
+    """
+    spec = HOLES[hole]
+    sizes = sizes_of(spec, operands)
+    like = _timed(spec, operands)
+    go = launch(spec, sizes, dy is not None, like.device)
+    args = _arguments(spec, operands, sizes, spec.by_entry(sizes))
+    given = Cotangents(None if dy is None else dy.contiguous(), None, None)
+    sums, local, product = summed(go, spec, args, given, like, whole=True)
+    first = None if state is None else state.contiguous()
+    every = combined(sums, local, product, first, dy is not None, keep=True)
+    end = every[:, :, 0 if dy is not None else -1].contiguous()
+    move = product[:, :, :-1].prod(2) if moves else end.new_empty(0)
+    return end, move, [local, product]
+
+
 scan = operator(
     "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences, "
     "Tensor[]? held=None) -> (Tensor, Tensor, Tensor)",
@@ -62,4 +86,8 @@ scan_adjoint = operator(
     "fused_scan_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor saved, str hole, bool[] needs, "
     "Tensor? ends, Tensor[]? held=None) -> (Tensor[], Tensor)",
     fused_scan_adjoint,
+)
+scan_shard = operator(
+    "scan_shard(Tensor[] operands, Tensor? dy, Tensor? state, str hole, bool moves) -> (Tensor, Tensor, Tensor[])",
+    _shard,
 )
