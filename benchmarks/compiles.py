@@ -25,9 +25,9 @@ from gpu_matrix import recurrence_of
 from triton.backends.compiler import GPUTarget
 
 from dsf import Packing
+from dsf.kernels.triton.assembler import disassembled, unwritten
 from dsf.kernels.triton.chunk import matrix, walks
 from dsf.kernels.triton.chunk import table as chunks
-from dsf.kernels.triton.machine_code import disassembled, unwritten
 from dsf.kernels.triton.operators import noted
 from dsf.kernels.triton.scan import table as scans
 from dsf.kernels.triton.solve import operator as solves

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import dsf
-from dsf.kernels.triton import assembler, launch, launcher, machine_code, operators
+from dsf.kernels.triton import assembler, launch, launcher, operators
 from dsf.kernels.triton.chunk import matrix
 from dsf.triton.choose import elsewhere
 
@@ -110,7 +110,7 @@ def benchmarks(monkeypatch):
 
 
 def test_reads_of_registers_that_nobody_wrote_are_found():
-    found = machine_code.unwritten
+    found = assembler.unwritten
     assert found(FAULTY) == ["UIADD3 UR34, UP0, UR34, 0x40, URZ", "UIADD3.X UR35, UR35, -0x7fffffe0, URZ, UP0, !UPT"]
     assert not found(FAULTY.replace(", UR34, 0x40", ", UR20, 0x40").replace("UR35, -", "URZ, -"))
     assert found("/*0040*/ HGMMA.64x32x16.F32.BF16 R56, R84, gdesc[UR32].tnspB, R56 ;")
@@ -141,5 +141,5 @@ def test_gradients_of_shared_heads_read_no_register_that_nobody_wrote(monkeypatc
     launches = [x for schedule in schedules for x in schedule.launches if x.kernel.fn.__name__ == "shared_gradient"]
     assert len(launches) == 1
     kernel = front_end.compiled(front_end.of(launches[0]))
-    text = machine_code.disassembled(kernel.asm["cubin"])
-    assert "HGMMA" in text and not machine_code.unwritten(text)
+    text = assembler.disassembled(kernel.asm["cubin"])
+    assert "HGMMA" in text and not assembler.unwritten(text)
