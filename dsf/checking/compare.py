@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dsf.checking.measure import HALF, TOLERANCE, Outcome, Subject, distance, typical_entry
+from dsf.checking.examples import Example
+from dsf.checking.measure import HALF, TOLERANCE, Outcome, Run, Subject, cotangent, distance, typical_entry
 from dsf.language.annotations import Kind
 from dsf.language.expr import VALUE
 
@@ -44,6 +45,19 @@ def compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str) -> Me
     if expected.condition is not None and dtype not in HALF and not all(m.ok for m in found):
         found = list(_compare(subject, got, expected, dtype, expected.condition()))
     yield from found
+
+
+def compare_runs(
+    subject: Subject, form: str, example: Example, found: Run | None, expected: Run | None, rows: int = 0,
+    detail: str = "",
+) -> Measures:  # fmt: skip
+    """`compare` of an example run in two ways; None for that of the form itself. rows: of the initial state, instead
+    of B."""
+    inputs, state = subject.inputs(example), subject.state(example, rows)
+    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
+    a, b = (subject.differentiate(form, inputs, state, dy, example.seed, way) for way in (found, expected))
+    for m in compare(subject, a, b, example.dtype):
+        yield replace(m, detail=f"{m.detail} {detail}".strip())
 
 
 def _compare(subject: Subject, got: Outcome, expected: Outcome, dtype: str, condition: Outcome | None) -> Measures:

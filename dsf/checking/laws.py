@@ -18,7 +18,7 @@ from torch.autograd.gradcheck import GradcheckError
 from dsf.call.cost import CONVOLUTION
 from dsf.call.decode import in_order
 from dsf.call.recurrence import Recurrence, State
-from dsf.checking.compare import Measure, Measures, compare, difference, same
+from dsf.checking.compare import Measure, Measures, compare, compare_runs, difference, same
 from dsf.checking.examples import Example, lengths, same_state
 from dsf.checking.measure import (
     AGAINST,
@@ -139,37 +139,22 @@ def split(subject: Subject, form: str, example: Example) -> Measures:
     """A sequence run in pieces, the state handed over, equals the sequence run whole."""
     if not example.cuts or (form == AGAINST and not subject.against_takes_state):
         return
-    timed = {name for name, kind in subject.kinds.items() if kind.time}
 
     def pieces(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
         outputs = []
         for begin, end in pairwise(example.bounds):
-            part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
-            y, state = subject.run(form, part, state)
+            y, state = subject.run(form, subject.part(inputs, begin, end), state)
             outputs.append(y)
         return torch.cat(outputs, dim=1), state
 
-    yield from _against_whole(subject, form, example, pieces)
-
-
-def _against_whole(
-    subject: Subject, form: str, example: Example, other: Callable[..., tuple[Tensor, State | None]]
-) -> Measures:
-    inputs, state = subject.inputs(example), subject.state(example)
-    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
-    whole = subject.differentiate(form, inputs, state, dy, example.seed)
-    found = subject.differentiate(form, inputs, state, dy, example.seed, other)
-    yield from compare(subject, found, whole, example.dtype)
+    yield from compare_runs(subject, form, example, pieces, None)
 
 
 def packed(subject: Subject, form: str, example: Example) -> Measures:
     """Sequences packed by cu_seqlens equal the sequences run one by one."""
-    bounds, timed = example.packed_bounds, {name for name, kind in subject.kinds.items() if kind.time}
+    bounds = example.packed_bounds
     if form == AGAINST or len(bounds) < 3:
         return
-    example = replace(example, batch=1)
-    inputs, state = subject.inputs(example), subject.state(example, rows=len(bounds) - 1)
-    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
 
     def together(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
         return subject.run(form, inputs, state, torch.tensor(bounds, device=subject.device))
@@ -180,16 +165,13 @@ def packed(subject: Subject, form: str, example: Example) -> Measures:
             if begin == end:  # what it began with
                 states.append(row_of(state, row))
                 continue
-            part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
-            y, final = subject.run(form, part, row_of(state, row))
+            y, final = subject.run(form, subject.part(inputs, begin, end), row_of(state, row))
             outputs.append(y)
             states.append(final)
         return torch.cat(outputs, dim=1), stacked(states)
 
-    a = subject.differentiate(form, inputs, state, dy, example.seed, together)
-    b = subject.differentiate(form, inputs, state, dy, example.seed, separate)
-    for m in compare(subject, a, b, example.dtype):
-        yield replace(m, detail=f"{m.detail} sequences of {', '.join(map(str, lengths(bounds)))} tokens".strip())
+    way = f"sequences of {', '.join(map(str, lengths(bounds)))} tokens"
+    yield from compare_runs(subject, form, replace(example, batch=1), together, separate, len(bounds) - 1, way)
 
 
 def reverse(subject: Subject, form: str, example: Example) -> Measures:
@@ -199,9 +181,6 @@ def reverse(subject: Subject, form: str, example: Example) -> Measures:
     packs = example.seed % 2 == 1 and len(example.packed_bounds) > 2
     bounds = example.packed_bounds if packs else example.bounds
     example = replace(example, batch=1) if packs else example
-    timed = {name for name, kind in subject.kinds.items() if kind.time}
-    inputs, state = subject.inputs(example), subject.state(example, rows=len(bounds) - 1 if packs else 0)
-    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
     pieces = list(pairwise(bounds))
 
     def backwards(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
@@ -209,8 +188,7 @@ def reverse(subject: Subject, form: str, example: Example) -> Measures:
             return subject.run(form, inputs, state, torch.tensor(bounds, device=subject.device), reverse=True)
         outputs: list[Tensor] = []
         for begin, end in reversed(pieces):
-            part = {name: x[:, begin:end] if name in timed else x for name, x in inputs.items()}
-            y, state = subject.run(form, part, state, reverse=True)
+            y, state = subject.run(form, subject.part(inputs, begin, end), state, reverse=True)
             outputs.insert(0, y)
         return torch.cat(outputs, dim=1), state
 
@@ -219,17 +197,14 @@ def reverse(subject: Subject, form: str, example: Example) -> Measures:
         for row, (begin, end) in enumerate(pieces if packs else [(0, example.tokens)]):
             start = row_of(state, row) if packs else state
             if begin < end:
-                part = {name: x[:, begin:end].flip(1) if name in timed else x for name, x in inputs.items()}
-                y, start = subject.run(form, part, start)
+                part, kinds = subject.part(inputs, begin, end), subject.kinds
+                y, start = subject.run(form, {n: x.flip(1) if kinds[n].time else x for n, x in part.items()}, start)
                 outputs.append(y.flip(1))
             states.append(start)
         return torch.cat(outputs, dim=1), stacked(states) if packs else states[0]
 
-    got = subject.differentiate(form, inputs, state, dy, example.seed, backwards)
-    expected = subject.differentiate(form, inputs, state, dy, example.seed, turned)
     way = f"sequences of {', '.join(map(str, lengths(bounds)))} tokens" if packs else f"cuts at {list(example.cuts)}"
-    for m in compare(subject, got, expected, example.dtype):
-        yield replace(m, detail=f"{m.detail} {way}".strip())
+    yield from compare_runs(subject, form, example, backwards, turned, len(bounds) - 1 if packs else 0, way)
 
 
 def step(subject: Subject, form: str, example: Example) -> Measures:
@@ -248,7 +223,7 @@ def step(subject: Subject, form: str, example: Example) -> Measures:
         return torch.stack(outputs, dim=1), in_order(subject.recurrence.spec, state)
 
     if form != KERNELS:
-        yield from _against_whole(subject, form, example, tokens)
+        yield from compare_runs(subject, form, example, tokens, None)
     if caches or (form == KERNELS and subject.has_decode_kernel):  # what has no gradients
         inputs, start = subject.inputs(example), subject.state(example)
         p = subject.sizes(inputs).p
@@ -261,11 +236,14 @@ def step(subject: Subject, form: str, example: Example) -> Measures:
 def heads(subject: Subject, form: str, example: Example) -> Measures:
     """An input with fewer heads equals the input with each of its heads repeated."""
     example = replace(example, initial=example.initial and not subject.recurrence.spec.is_attention)
-    inputs, state = subject.inputs(example), subject.state(example)
-    total = subject.sizes(inputs).heads
+    total = subject.sizes(subject.inputs(example)).heads
     grouped = {name for name, kind in subject.kinds.items() if kind.time and example.groups.get(name, total) < total}
     if not grouped or form == AGAINST:
         return
+
+    def few(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
+        y, final = subject.run(form, inputs, state)
+        return y, None if isinstance(final, KVCache) else final  # which has the inputs' heads
 
     def repeated(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
         kinds = subject.kinds
@@ -273,16 +251,9 @@ def heads(subject: Subject, form: str, example: Example) -> Measures:
         for name, x in inputs.items():
             dim = 2 + (kinds[name].steps is not None)
             full[name] = x.repeat_interleave(total // x.shape[dim], dim=dim) if name in grouped else x
-        y, final = subject.run(form, full, state)
-        return y, None if isinstance(final, KVCache) else final
+        return few(form, full, state)
 
-    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
-    few = subject.differentiate(form, inputs, state, dy, example.seed)
-    if subject.recurrence.spec.is_attention:
-        few = replace(few, state=(), state_grads={})
-    yield from compare(
-        subject, few, subject.differentiate(form, inputs, state, dy, example.seed, repeated), example.dtype
-    )
+    yield from compare_runs(subject, form, example, few, repeated)
 
 
 def layout(subject: Subject, form: str, example: Example) -> Measures:

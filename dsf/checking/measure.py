@@ -22,6 +22,7 @@ from dsf.language.errors import FormError
 from dsf.torch.columns import columns
 from dsf.torch.evaluate import DISTURBANCE, disturbed
 
+Run = Callable[..., tuple[Tensor, State | None]]  # as Subject.run
 BLOCK = 16  # tokens whose error is measured together
 DISTURBED = 4  # random disturbances for a condition estimate
 ORACLE, AGAINST, KERNELS = "naive", "against", "triton"  # KERNELS: any form of the triton backend
@@ -112,6 +113,11 @@ class Subject:
         """B, T, H, N, P of a call."""
         return bind(self.recurrence.spec, (), inputs).sizes
 
+    def part(self, inputs: Mapping[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
+        """The inputs of some tokens, Params whole."""
+        kinds = self.kinds
+        return {name: x[:, begin:end] if kinds[name].time else x for name, x in inputs.items()}
+
     def run(
         self, form: str, inputs: Mapping[str, Tensor], state: State | None = None, cu_seqlens: Tensor | None = None,
         parallel: Any = None, reverse: bool = False,
@@ -194,7 +200,7 @@ class Subject:
         state: State | None,
         dy: Tensor,
         seed: int,
-        run: Callable[..., tuple[Tensor, State | None]] | None = None,
+        run: Run | None = None,
     ) -> Outcome:
         """Run and differentiate ⟨y, dy⟩ and ⟨final state, random⟩ in every input and the initial state."""
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
@@ -221,7 +227,7 @@ class Subject:
         state: State | None,
         dy: Tensor,
         seed: int,
-        run: Callable[..., tuple[Tensor, State | None]] | None,
+        run: Run | None,
     ) -> Outcome:
         """The oracle's errors under small random relative errors of every expression, divided by their size.
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dsf.call.recurrence import State
-from dsf.checking.compare import Measure, Measures, compare
+from dsf.checking.compare import Measure, Measures, compare_runs
 from dsf.checking.examples import Example, lengths
-from dsf.checking.measure import AGAINST, Subject, cotangent
+from dsf.checking.measure import AGAINST, Subject
 from dsf.language.expr import const
 from dsf.language.spec import Spec
 from dsf.parallel import Simulated
@@ -48,8 +48,6 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
         world = Simulated(len(sizes), sizes=sizes, nodes=nodes, exchange=_exchange(subject, chance, nodes))
     packed = torch.tensor(example.bounds, device=subject.device) if way == "packed" else None
     rows = len(example.bounds) - 1 if packed is not None else 0
-    inputs, state = subject.inputs(example), subject.state(example, rows)
-    dy = cotangent(example, subject.sizes(inputs)).to(example.torch_dtype).to(subject.device)
     reverse = chance.random() < BACKWARDS
 
     def whole(form: str, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, State | None]:
@@ -58,15 +56,10 @@ def over_ranks(subject: Subject, form: str, example: Example) -> Measures:
     def cut(form: str, given: Mapping[str, Tensor], start: State | None) -> tuple[Tensor, State | None]:
         return subject.run(form, given, start, packed, world, reverse)
 
-    expected = subject.differentiate(form, inputs, state, dy, example.seed, whole)
-    found = subject.differentiate(form, inputs, state, dy, example.seed, cut)
     text = f"{world.ranks} ranks, {way}, {world.exchange} exchange{', in reverse' if reverse else ''}"
-    for m in compare(subject, found, expected, example.dtype):
-        yield replace(m, detail=f"{m.detail} {text}".strip())
+    yield from compare_runs(subject, form, example, cut, whole, rows, text)
     if way == "shards" and not example.regimes and example.cuts and _remembers(subject.recurrence.spec):
-        with torch.no_grad():
-            y = subject.run(form, inputs, state)[0] if reverse else expected.y
-        yield _worth(subject, form, example, inputs, y)
+        yield _worth(subject, form, example)
 
 
 def _exchange(subject: Subject, chance: random.Random, nodes: int) -> str:
@@ -86,13 +79,13 @@ def _remembers(spec: Spec) -> bool:
     return later or not any(r.normal.decay is const(0) and not r.normal.corrections for r in rows)
 
 
-def _worth(subject: Subject, form: str, example: Example, inputs: Mapping[str, Tensor], y: Tensor) -> Measure:
+@torch.no_grad()
+def _worth(subject: Subject, form: str, example: Example) -> Measure:
     """Whether the first output after some cut changes without the tokens before the cut."""
-    timed, most = {name for name, kind in subject.kinds.items() if kind.time}, 0.0
+    inputs, most = subject.inputs(example), 0.0
+    y, _ = subject.run(form, inputs, subject.state(example))
     for cut in example.cuts:
-        alone = {name: x[:, cut : cut + 1] if name in timed else x for name, x in inputs.items()}
-        with torch.no_grad():
-            found = subject.run(form, alone)[0]
+        found, _ = subject.run(form, subject.part(inputs, cut, cut + 1))
         here = y[:, cut : cut + 1]
         size = max(float(here.abs().max()), float(found.abs().max()), 1e-300)
         most = max(most, float((here - found).abs().max()) / size)

@@ -181,8 +181,7 @@ def _between(subject: Subject, case: Case, call: int, leaves: Mapping[str, Tenso
         if what == "heads":
             given = _with_other_heads(subject, case, call, leaves)
         else:
-            half = (case.tokens + 1) // 2
-            given = {n: x[:, :half] if subject.kinds[n].time else x for n, x in leaves.items()}
+            given = subject.part(leaves, 0, (case.tokens + 1) // 2)
         y, _ = subject.run(case.form, given, reverse=case.reverse)
         if y.requires_grad:
             torch.autograd.grad(y.sum(), [x for x in given.values() if x.requires_grad], allow_unused=True)
