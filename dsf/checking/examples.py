@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.values import INF, Range, key_axis, plain
-from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.expr import KEY, VALUE, inputs_of
 from dsf.language.spec import Spec
@@ -214,10 +213,3 @@ def _bounded(allowed: Range, regime: str, normal: Tensor, generator: torch.Gener
         mixed = torch.stack(list(ways.values())).gather(0, pick.unsqueeze(0)).squeeze(0)
         return mixed.clamp(allowed.low, allowed.high)
     return ways.get(regime, ways["uniform"]).clamp(allowed.low, allowed.high)
-
-
-def same_state(state: State | None, change: Any) -> State | None:
-    """`change` applied to every floating point tensor of a state."""
-    if isinstance(state, KVCache):
-        return state.map(change)
-    return None if state is None else change(state)

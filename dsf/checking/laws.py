@@ -19,7 +19,7 @@ from dsf.call.cost import CONVOLUTION
 from dsf.call.decode import in_order
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import Measure, Measures, compare, compare_runs, difference, same
-from dsf.checking.examples import Example, lengths, same_state
+from dsf.checking.examples import Example, lengths
 from dsf.checking.measure import (
     AGAINST,
     KERNELS,
@@ -30,10 +30,9 @@ from dsf.checking.measure import (
     cotangent,
     distance,
     gradients,
-    row_of,
-    stacked,
 )
 from dsf.checking.ranges import Given, ranges_of
+from dsf.checking.states import changed, rows_of, stacked
 from dsf.kernels.attention import KVCache
 from dsf.torch.columns import columns
 
@@ -109,7 +108,7 @@ def causality(subject: Subject, form: str, example: Example) -> Measures:
     runs, whole = [], []
     for inputs in (first, second):
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        start = same_state(state, lambda x: x.detach().requires_grad_())
+        start = changed(state, lambda x: x.detach().requires_grad_())
         y = subject.run(form, leaves, start)[0]
         whole.append(y.detach())
         y = y[:, :cut]
@@ -163,9 +162,9 @@ def packed(subject: Subject, form: str, example: Example) -> Measures:
         outputs, states = [], []
         for row, (begin, end) in enumerate(pairwise(bounds)):
             if begin == end:  # what it began with
-                states.append(row_of(state, row))
+                states.append(rows_of(state, [row]))
                 continue
-            y, final = subject.run(form, subject.part(inputs, begin, end), row_of(state, row))
+            y, final = subject.run(form, subject.part(inputs, begin, end), rows_of(state, [row]))
             outputs.append(y)
             states.append(final)
         return torch.cat(outputs, dim=1), stacked(states)
@@ -195,7 +194,7 @@ def reverse(subject: Subject, form: str, example: Example) -> Measures:
     def turned(form: str, inputs: Mapping[str, Tensor], state: State | None) -> tuple[Tensor, State | None]:
         outputs, states = [], []
         for row, (begin, end) in enumerate(pieces if packs else [(0, example.tokens)]):
-            start = row_of(state, row) if packs else state
+            start = rows_of(state, [row]) if packs else state
             if begin < end:
                 part, kinds = subject.part(inputs, begin, end), subject.kinds
                 y, start = subject.run(form, {n: x.flip(1) if kinds[n].time else x for n, x in part.items()}, start)

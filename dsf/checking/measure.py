@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dsf.call.bind import Sizes, bind
 from dsf.call.recurrence import Recurrence, State
-from dsf.checking.examples import Example, generator_of, same_state
+from dsf.checking.examples import Example, generator_of
+from dsf.checking.states import changed
 from dsf.checking.values import Range
-from dsf.kernels.attention import KVCache, joined
+from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import FormError
 from dsf.torch.columns import columns
@@ -159,7 +160,7 @@ class Subject:
             dy = cotangent(example, self.sizes(inputs)).to(example.torch_dtype).to(self.device)
             if form == ORACLE:
                 inputs, dy = {name: x.double() for name, x in inputs.items()}, dy.double()
-                state = same_state(state, Tensor.double)
+                state = changed(state, Tensor.double)
             found = self.differentiate(form, inputs, state, dy, example.seed)
             if form == ORACLE and example.dtype in HALF:
                 terms, state_terms = self.terms(inputs, state, dy, example.seed)
@@ -204,7 +205,7 @@ class Subject:
     ) -> Outcome:
         """Run and differentiate ⟨y, dy⟩ and ⟨final state, random⟩ in every input and the initial state."""
         leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        start = same_state(state, lambda x: x.detach().requires_grad_())
+        start = changed(state, lambda x: x.detach().requires_grad_())
         y, final = (run or self.run)(form, leaves, start)
         p = y.shape[-1]
         truth = self.truth(final, p)
@@ -235,7 +236,7 @@ class Subject:
         digits there, because the recurrence is ill-conditioned.
         """
         wide = {name: x.double() for name, x in inputs.items()}
-        start = same_state(state, Tensor.double)
+        start = changed(state, Tensor.double)
         a = self.differentiate(ORACLE, wide, start, dy.double(), seed, run)
         found = Outcome(torch.zeros_like(a.y), tuple(map(torch.zeros_like, a.state)))
         for draw in range(DISTURBED):
@@ -360,24 +361,3 @@ def _largest(norms: Tensor, width: int) -> float:
     """`typical_entry` of blocks of so many numbers."""
     largest = float(norms.max()) / math.sqrt(width)
     return largest if math.isfinite(largest) else 0.0
-
-
-def row_of(state: State | None, row: int) -> State | None:
-    """The state of one sequence."""
-    if isinstance(state, KVCache):
-        return state.rows(torch.tensor([row], device=state.k.device))
-    return None if state is None else state[row : row + 1]
-
-
-def stacked(states: list[State | None]) -> State | None:
-    """Final states of single sequences as the rows of one state; None for an empty sequence without initial state."""
-    some = next(s for s in states if s is not None)
-    if isinstance(some, KVCache):
-        blank: State = some.map(torch.zeros_like)._replace(lengths=torch.zeros_like(some.lengths))
-    else:
-        blank = torch.zeros_like(some)
-    states = [blank if s is None else s for s in states]
-    caches = [s for s in states if isinstance(s, KVCache)]
-    if not caches:
-        return torch.cat([s for s in states if isinstance(s, Tensor)], dim=0)
-    return joined(caches)

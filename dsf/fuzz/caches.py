@@ -1,16 +1,15 @@
-"""States of the adversary's cases, tensors or attention's caches: as numbers, by rows, as leaves."""
+"""States of the adversary's cases, tensors or attention's caches: as numbers, and in the types of calls."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import PREFIX
+from dsf.checking.states import changed
 from dsf.fuzz.case import Case
-from dsf.kernels.attention import KVCache, joined, padded
+from dsf.kernels.attention import KVCache, padded
 
 WRONG = 1e30  # for every token by which a cache's count of tokens is wrong
 
@@ -32,30 +31,6 @@ def as_numbers(recurrence: Recurrence, case: Case, state: State, calls: int = 1)
     kept = [padded(x, places)[:, :, :places].flatten(1) for x in parts]
     kept += [] if state.angle is None else [f(state.angle.double()).flatten(1) for f in (torch.cos, torch.sin)]
     return torch.cat([*kept, off.to(state.k.device)[:, None]], dim=1).unsqueeze(1)
-
-
-def rows_of(state: State, chosen: Sequence[int]) -> State:
-    """Some rows of a state."""
-    index = torch.tensor(chosen, dtype=torch.int64)
-    return state.rows(index) if isinstance(state, KVCache) else state.index_select(0, index)
-
-
-def changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
-    """`change` applied to every floating point tensor of a state."""
-    return state.map(change) if isinstance(state, KVCache) else change(state)
-
-
-def together(states: Sequence[State]) -> State:
-    """The rows of several states, one after the other."""
-    caches = [s for s in states if isinstance(s, KVCache)]
-    return joined(caches) if caches else torch.cat([s for s in states if isinstance(s, Tensor)])
-
-
-def blank(state: State) -> State:
-    """The state of a sequence without initial state and without tokens."""
-    if isinstance(state, KVCache):
-        return state.map(torch.zeros_like)._replace(lengths=torch.zeros_like(state.lengths))
-    return torch.zeros_like(state)
 
 
 def start_dtype(case: Case) -> torch.dtype:

@@ -13,8 +13,9 @@ from torch import Tensor
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import PREFIX, draw_tensor, generator_of, regimes_of
 from dsf.checking.measure import HALF
+from dsf.checking.states import rows_of
 from dsf.checking.values import Range
-from dsf.fuzz.caches import given_type, rows_of
+from dsf.fuzz.caches import given_type
 from dsf.fuzz.case import Case
 from dsf.language.annotations import Kind
 from dsf.language.expr import KEY, VALUE

@@ -18,7 +18,8 @@ from dsf.call.recurrence import Recurrence, State
 from dsf.checking.compare import OUTPUT
 from dsf.checking.measure import KERNELS, Subject, distance, misfits, typical_entry
 from dsf.checking.ranges import Given, ranges_of
-from dsf.fuzz.caches import as_numbers, changed, start_dtype
+from dsf.checking.states import changed
+from dsf.fuzz.caches import as_numbers, start_dtype
 from dsf.fuzz.case import Case
 from dsf.fuzz.inputs import Memory, cotangents, given_of, numbers, states
 from dsf.fuzz.poison import poisoned

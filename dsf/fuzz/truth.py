@@ -14,7 +14,8 @@ from torch import Tensor
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.examples import generator_of
 from dsf.checking.measure import HALF, LARGEST, ORACLE, Subject, typical_entry, without_gain
-from dsf.fuzz.caches import as_numbers, blank, changed, rows_of, together
+from dsf.checking.states import changed, rows_of, stacked
+from dsf.fuzz.caches import as_numbers
 from dsf.fuzz.case import Case
 from dsf.kernels.attention import KVCache
 from dsf.kernels.oracle import oracle_dtype
@@ -67,7 +68,7 @@ def truths(
         else:
             leaves[name] = torch.cat(stack)
         leaves[name].requires_grad_(bool(case.loss))
-    start = together([changed(s, lambda x: x.to(wide)) for s in starts if s is not None]) if case.initial else None
+    start = stacked([changed(s, lambda x: x.to(wide)) for s in starts if s is not None]) if case.initial else None
     if start is not None:
         start = changed(start, lambda x: x.detach().requires_grad_(bool(case.loss)))
     given = {n: x.repeat_interleave(batch, dim=0) if n in params else x for n, x in leaves.items()}
@@ -117,14 +118,13 @@ def _run(recurrence: Recurrence, case: Case, given: Mapping[str, Tensor], start:
     outputs: list[Tensor] = []
     finals: dict[int, State] = {}
     for row, (begin, end) in enumerate(pairwise(case.bounds)):
-        own = None if start is None else rows_of(start, range(row, case.calls * sequences, sequences))
+        own = rows_of(start, range(row, case.calls * sequences, sequences))
         if end > begin:
             y, finals[row] = ran({n: x[:, begin:end] for n, x in given.items()}, own)
             outputs.append(y)
         elif own is not None:
             finals[row] = own
-    one = next(iter(finals.values()))
-    whole = together([finals[row] if row in finals else blank(one) for row in range(sequences)])
+    whole = stacked([finals.get(row) for row in range(sequences)])
     by_call = [row * case.calls + call for call in range(case.calls) for row in range(sequences)]
     return torch.cat(outputs, dim=1), numbers(rows_of(whole, by_call))
 
@@ -182,4 +182,4 @@ def moved(
         return x.double() * (1 + unit * torch.randn(x.shape, generator=generator, dtype=torch.float64))
 
     own = [{name: shaken(x) for name, x in v.items()} for v in values]
-    return own, [None if s is None else changed(s, shaken) for s in starts]
+    return own, [changed(s, shaken) for s in starts]
