@@ -133,12 +133,14 @@ def call_in_graph(
 def _compiling_where_traced(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Within it torch says that it compiles where it does, so that tensors without values are not kept for later calls:
     before torch 2.13 it does not say so inside a node."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = before or any(type(x) not in (Tensor, nn.Parameter) for x in tensors)
+    if torch.compiler.is_compiling() or all(type(x) in (Tensor, nn.Parameter) for x in tensors):
+        yield
+        return
+    torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        torch.compiler._is_compiling_flag = False
 
 
 def packs_in_graph(name: str, form: str, backend: str, on_gpu: bool, wide: bool) -> bool:
