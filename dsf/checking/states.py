@@ -23,7 +23,8 @@ def rows_of(state: Any, chosen: Sequence[int]) -> Any:
     """Some rows of a state; None for None."""
     if state is None:
         return None
-    index = torch.tensor(chosen, device=state.k.device if isinstance(state, KVCache) else state.device)
+    device = state.k.device if isinstance(state, KVCache) else state.device
+    index = torch.tensor(chosen, dtype=torch.int64, device=device)
     return state.rows(index) if isinstance(state, KVCache) else state.index_select(0, index)
 
 
