@@ -35,8 +35,8 @@ def rotary(
     do not fit and an unknown backend.
     """
     n = q.shape[-1] // 2
-    sizes = {(*x.shape[:2], x.shape[-1]) for x in (q, k)}
-    if len(sizes) > 1 or cos.shape != sin.shape or cos.shape[1:] != (q.shape[1], n) or len(cos) not in (1, len(q)):
+    same = q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1]  # not by a set: its hashes make sizes constants
+    if not same or cos.shape != sin.shape or cos.shape[1:] != (q.shape[1], n) or len(cos) not in (1, len(q)):
         shapes = [list(x.shape) for x in (q, k, cos, sin)]
         raise ValueError(f"rotary positions of q, k by cos, sin of shapes {shapes}: sizes do not fit")
     if _chosen(q, k, cos, sin, backend):

@@ -159,6 +159,12 @@ def stepwise(x: Scores) -> Read:
     return Read(num, total, m)
 
 
+def begins(tokens: int, size: int) -> list[int]:
+    """The first query of every block. A graph of torch.compile has their number as a constant, not the tokens, as
+    `range` over them would have."""
+    return [size * i for i in range(int(-(-tokens // size)))]
+
+
 def blocks(x: Scores) -> Read:
     """The chunk form: blocks of queries against the keys that they see, weights computed again in the backward pass."""
     return Read(*_Blocks.apply(x, x.a, x.k, x.v, x.late, x.early))
@@ -170,7 +176,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Scores, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         found, tokens, size = [], x.a.shape[2], x.block()
-        for begin in range(0, tokens, size):
+        for begin in begins(tokens, size):
             end = min(begin + size, tokens)
             keys = x.span(begin, end)
             w, m = weights(x, begin, end, keys)
@@ -191,7 +197,7 @@ class _Blocks(torch.autograd.Function):
         da, dk, dv = (torch.zeros_like(y) for y in (a, k, v))
         dlate, dearly = (None if y is None else torch.zeros_like(y) for y in (late, early))
         heads, size = a.shape[1], x.block()
-        for begin in range(0, a.shape[2], size):
+        for begin in begins(a.shape[2], size):
             end = min(begin + size, a.shape[2])
             rows, keys = slice(begin, end), x.span(begin, end)
             w, gain, _ = _weights(x, begin, end, keys, m[:, :, rows])

@@ -65,7 +65,7 @@ def check_tokens(layer: Any, x: Any, tokens: Mapping[str, Any], call: Sequence[s
         if not isinstance(value, Tensor):
             raise InputError(f"{name}: {given} must be a tensor with a number for every token, got {value!r}")
         sizes = list(x.shape[:-1]) if isinstance(x, Tensor) else []
-        if list(value.shape[: len(sizes)]) != sizes:
+        if list(value.shape[: len(sizes)]) not in (sizes, [1, *sizes[1:]]):  # of all rows alike (rotary positions)
             raise InputError(
                 f"{name}: {given} has shape {list(value.shape)}, expected {sizes} and what belongs to a token"
             )

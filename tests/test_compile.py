@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import dsf
 from dsf import mixers
 from dsf.call.packing import is_captured
+from dsf.models import CausalLM, ModelConfig
 
 NAMES = ["mlstm", "gated_deltanet", "s6", "qlstm"]
 AT_ANY_T = ["gated_deltanet", "s6"]  # compiled a second time, with T as a symbol: a chunk form and a scan
@@ -170,3 +171,36 @@ def test_modules_past_the_recurrent_form_are_one_graph(name):
     for a, b in zip(found, expected, strict=True):
         if b is not None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def graphs_of(module, inputs):
+    """How many graphs torch.compile makes of these calls, each compared with the module's own."""
+    torch.compiler.reset()
+    made = []
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for given in inputs:
+            torch.testing.assert_close(compiled(given), module(given), rtol=1e-4, atol=1e-5)
+    return len(made)
+
+
+def test_lengths_share_a_graph():
+    """Blocks of queries made each length a constant."""
+    layer = mixers.get("alibi").module(8)
+    assert graphs_of(lambda x: layer(x)[0], [torch.randn(2, tokens, 8) for tokens in (12, 23, 40)]) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_lengths_of_a_model_share_a_graph(fused):
+    """So did the check of rotary positions, and pieces of the fused loss."""
+    config = ModelConfig(
+        vocab_size=13, d_model=8, n_layers=1, n_heads=2, mixers=["softmax_attention"], fused_loss=fused
+    )
+    model, ids = CausalLM(config), torch.randint(13, (2, 40))
+    calls = [ids[:, :tokens] for tokens in (12, 23, 40)]
+    assert graphs_of(lambda x: model(x, labels=x, return_state=False).loss, calls) == 2

@@ -278,7 +278,8 @@ class _Pieces(torch.autograd.Function):
         d_weight = torch.zeros(weight.shape, device=weight.device, dtype=total.dtype) if needed[1] else None
         rows = max(1, PIECE // (4 * weight.shape[0]))
         with torch.autocast(hidden.device.type, enabled=False):
-            for begin in range(0, hidden.shape[0], rows):
+            for piece in range(int(-(-hidden.shape[0] // rows))):  # in a compiled graph a constant, the tokens are none
+                begin = piece * rows
                 part, target = hidden[begin : begin + rows], targets[begin : begin + rows]
                 own, slope = row_entropies(part @ weight.T, target, counted, IGNORED, any(needed[:2]))
                 total += own.sum()
