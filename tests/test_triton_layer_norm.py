@@ -58,6 +58,7 @@ CASES = [  # shape, groups, weight, gate, gate first, activation
     ((1, 2, 3, 2, 8), 2, True, True, True, "sigmoid"),
     ((1, 130, 40), 1, True, True, False, "silu"),
     ((1, 9, 40), 2, True, True, True, "gelu"),
+    ((2, 5, 3, 8), 2, True, True, False, "silu"),  # heads that share the weights of their groups
 ]
 
 

@@ -102,10 +102,11 @@ def test_behind_a_norm(with_gate, groups, first, launched):
 
 
 @torch.no_grad()
-def test_behind_a_norm_of_heads(launched):
+@pytest.mark.parametrize("groups", [1, 4])
+def test_behind_a_norm_of_heads(groups, launched):
     x, weight, gate, matrix = drawn((2, 1, 3, 24), (24,), (2, 1, 3, 24), (5, 72))
-    found = gated_rms_norm(x, weight, gate, activation="sigmoid", backend="triton", then=matrix)
-    normal = definition(x.double(), weight.double(), gate.double(), 1, False, "sigmoid")
+    found = gated_rms_norm(x, weight, gate, groups, activation="sigmoid", backend="triton", then=matrix)
+    normal = definition(x.double(), weight.double(), gate.double(), groups, False, "sigmoid")
     assert_near(found, normal.flatten(2) @ matrix.double().T)
     assert launched == [1]
 

@@ -15,11 +15,11 @@ from dsf.kernels.triton.early import begin
 
 
 @triton.jit
-def _where(batch_stride, stride, r, c, way, T, inner: tl.constexpr, GROUP: tl.constexpr):
-    """The offsets of the numbers c of groups r."""
+def _where(batch_stride, stride, r, c, way, T, inner: tl.constexpr, ways: tl.constexpr, GROUP: tl.constexpr):
+    """The offsets of the numbers c of groups r. A head's groups lie side by side, one of each way."""
     token = r // inner
     at = (token // T).to(tl.int64) * batch_stride + (token % T).to(tl.int64) * stride
-    return (at + (r % inner + way) * GROUP)[:, None] + c
+    return (at + (r % inner * ways + way) * GROUP)[:, None] + c
 
 
 @triton.jit
@@ -56,19 +56,19 @@ def norm_forward(
     r = tl.program_id(0) // ways * R + tl.arange(0, R)
     c = tl.arange(0, W)[None, :]
     ok = (r < rows)[:, None] & (c < GROUP)
-    at = x + _where(x_batch, x_stride, r, c, way, T, inner, GROUP)
+    at = x + _where(x_batch, x_stride, r, c, way, T, inner, ways, GROUP)
     y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     if more is not None:
         other, o_batch, o_stride, total = more
-        at = other + _where(o_batch, o_stride, r, c, way, T, inner, GROUP)
+        at = other + _where(o_batch, o_stride, r, c, way, T, inner, ways, GROUP)
         y += tl.load(at, mask=ok, other=0.0).to(tl.float32)
         summed = y.to(total.dtype.element_ty)
-        at = total + _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, GROUP)
+        at = total + _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, ways, GROUP)
         tl.store(at, summed, mask=ok)
         y = summed.to(tl.float32)  # the norm is that of what is kept
     value = tl.full((R, W), 1.0, tl.float32)
     if gate is not None:
-        at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
+        at = gate + _where(g_batch, g_stride, r, c, way, T, inner, ways, GROUP)
         value, _ = gate_of(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
         if FIRST:
             y *= value
@@ -78,7 +78,7 @@ def norm_forward(
         y *= tl.load(weight + way * GROUP + c, mask=c < GROUP, other=0.0).to(tl.float32)
     if gate is not None and not FIRST:
         y *= value
-    at = out + _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, GROUP)
+    at = out + _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, ways, GROUP)
     tl.store(at, y.to(out.dtype.element_ty), mask=ok)
 
 
@@ -107,14 +107,14 @@ def norm_backward(
     for tile in range(part * tiles, part * tiles + tiles):
         r = tile * R + tl.arange(0, R)
         ok = (r < rows)[:, None] & (c < GROUP)
-        at = dy + _where(d_batch, d_stride, r, c, way, T, inner, GROUP)
+        at = dy + _where(d_batch, d_stride, r, c, way, T, inner, ways, GROUP)
         d = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        at = x + _where(x_batch, x_stride, r, c, way, T, inner, GROUP)
+        at = x + _where(x_batch, x_stride, r, c, way, T, inner, ways, GROUP)
         y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        own = _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, GROUP)
+        own = _where(T * (ways * inner * GROUP), ways * inner * GROUP, r, c, way, T, inner, ways, GROUP)
         value, slope, u = d, d, y
         if gate is not None:
-            at = gate + _where(g_batch, g_stride, r, c, way, T, inner, GROUP)
+            at = gate + _where(g_batch, g_stride, r, c, way, T, inner, ways, GROUP)
             value, slope = gate_of(tl.load(at, mask=ok, other=0.0).to(tl.float32), ACT)
             if FIRST:
                 u = y * value
@@ -139,7 +139,7 @@ def norm_backward(
             d *= value
         if more is not None:
             other, o_batch, o_stride = more
-            at = other + _where(o_batch, o_stride, r, c, way, T, inner, GROUP)
+            at = other + _where(o_batch, o_stride, r, c, way, T, inner, ways, GROUP)
             d += tl.load(at, mask=ok, other=0.0).to(tl.float32)
         tl.store(dx + own, d.to(dx.dtype.element_ty), mask=ok)
     if sums is not None:

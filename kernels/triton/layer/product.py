@@ -52,7 +52,7 @@ def _row(
     if act[0]:
         y *= tl.rsqrt(tl.sum(y * y, axis=1) / GROUP + eps)[:, None]
     if weight is not None:
-        own = at if about[2] > 1 else g * 0 + c
+        own = g % about[2] * GROUP + c  # heads share the weights of their groups
         y *= tl.load(weight + own, mask=ok, other=0.0).to(tl.float32)
     if gate is not None and not act[1]:
         y *= value
@@ -71,9 +71,9 @@ def product(
     `norm_forward` would make of x.
 
     of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
-    the sum [ROWS, ·]). normal: None, or where the rows are kept, [ROWS, ·]. about: (groups, their size, ways: more than
-    1 where each has weights of its own). act: (norm, gate before the norm, which activation, the first output that
-    passes a sigmoid, the one after the last). AHEAD: the matrix is older than the launch before. Grid (N / BN).
+    the sum [ROWS, ·]). normal: None, or where the rows are kept, [ROWS, ·]. about: (groups, their size, ways: how many
+    consecutive groups have weights of their own). act: (norm, gate before the norm, which activation, the first output
+    that passes a sigmoid, the one after the last). AHEAD: the matrix is older than the launch before. Grid (N / BN).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.arange(0, G)[:, None]
