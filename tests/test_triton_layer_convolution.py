@@ -113,6 +113,28 @@ def test_forward_and_all_gradients_are_the_definitions(case):
     assert_near(outcome(fused, tensors, torch.float32, finals), wanted, 2e-5)
 
 
+def odd(x):
+    """x with a gap behind every number."""
+    return torch.stack([x, torch.full_like(x, 9)], -1)[..., 0]
+
+
+def test_parameters_states_and_boundaries_of_any_strides():
+    bounds, pieces = (0, 0, 4, 9), (Piece(8),)
+    tensors = given(1, 9, 8, 4, True, 3)
+    cuts = odd(torch.tensor(bounds, dtype=torch.int32))
+
+    def fused(x, *rest):
+        return short_convolution(x, *map(odd, rest), cuts, "silu", pieces, "triton")
+
+    wanted = outcome(lambda *t: expected(*t, bounds, "silu", pieces), tensors, torch.float64)
+    for _ in range(3):
+        assert_near(outcome(fused, tensors, torch.float32), wanted, 2e-5)
+    x, weight, bias, state = given(2, 1, 8, 4, True, 2)
+    (wanted,), last = expected(x, weight, bias, state, None, "silu", pieces)
+    (y,), new = short_convolution_step(*(odd(y.float()) for y in (x, weight, bias, state)), backend="triton")
+    assert_near([y, new], [wanted, last], 2e-5)
+
+
 def test_later_calls_with_other_numbers_are_bit_for_bit_the_first():
     """The second call of a kind is written down, the third played."""
 
@@ -286,3 +308,20 @@ def test_what_does_not_fit_is_refused_in_words():
         short_convolution(x, weight, activation="relu")
     with pytest.raises(ValueError, match="overwrites the state"):
         short_convolution_step(x[:, :1], weight, in_place=True)
+    with pytest.raises(ValueError, match="takes one token"):
+        short_convolution_step(x, weight[:, :4], backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_sizes_that_do_not_fit_are_refused(backend):
+    x, weight, bias, state = torch.randn(2, 4, 6), torch.randn(6, 4), torch.randn(6), torch.randn(2, 6, 3)
+    cuts = torch.tensor([0, 1, 4])
+    for given in [
+        (weight[:1], None), (weight, bias[:1]), (weight, bias, state[:1]), (weight, bias, state[..., :2]),
+        (weight, bias, state, cuts),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match="sizes do not fit; expected"):
+            short_convolution(x, *given, backend=backend)
+        if len(given) == 3:
+            with pytest.raises(ValueError, match="sizes do not fit; expected"):
+                short_convolution_step(x[:, :1], *given, backend=backend)

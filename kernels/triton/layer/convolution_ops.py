@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsf.kernels.convolution import check_sizes
 from dsf.kernels.operators import refuse_second_order
 from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
@@ -63,6 +64,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _dense(*given: Tensor | None) -> list[Any]:
+    """Contiguous tensors, of which the kernels take no strides."""
+    return [None if y is None else y.contiguous() for y in given]
+
+
 def _outputs(x: Tensor, weight: Tensor, bounds: Tensor | None, options: Options) -> tuple[list[Tensor], Tensor]:
     ys = [x.new_empty(*x.shape[:2], w) for w in options[1]]
     ends = 0 if options[4] else _sequences(x, bounds)  # what reads later tokens has no state
@@ -73,7 +79,8 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, *rest: Any
 ) -> tuple[list[Tensor], Tensor]:
     options = _options(*rest)
-    x, weight, state = _rows(x), weight.contiguous(), None if state is None else state.contiguous()
+    check_sizes(x, weight, bias, state, bounds)
+    x, (weight, bias, state, bounds) = _rows(x), _dense(weight, bias, state, bounds)
     ys, final = _outputs(x, weight, bounds, options)
     taps, tokens = weight.shape[-1], x.shape[1]
     tile = _tile(x, taps, options, False)
@@ -101,9 +108,7 @@ def _backward(
     state: Tensor | None, bounds: Tensor | None, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     options = _options(*rest)
-    x, weight, state, dfinal = _rows(x), weight.contiguous(), *(
-        None if s is None else s.contiguous() for s in (state, dfinal)
-    )  # fmt: skip
+    x, (weight, bias, state, bounds, dfinal) = _rows(x), _dense(weight, bias, state, bounds, dfinal)
     dys = [_rows(dy) for dy in dys]
     dx, dweight, dbias, dstate = _gradients(x, weight, bias, state)
     (batch, tokens, channels), taps = x.shape, weight.shape[-1]
@@ -163,7 +168,10 @@ def _step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, new: Tensor, options: Options
 ) -> Tensor:
     """y [B, 1, C] of one token x, with all pieces; writes the new state into `new`, which may be the old one."""
-    x, weight = _rows(x), weight.contiguous()
+    check_sizes(x, weight, bias, state, None)
+    if x.shape[1] != 1:
+        raise ValueError(f"a step of a short convolution takes one token, x [B, 1, C], got {list(x.shape)}")
+    x, (weight, bias) = _rows(x), _dense(weight, bias)
     y = x.new_empty(x.shape)
     channels, warps = table.convolution_step(options[1], options[2], x.shape[0], x.element_size())
     blocks = _blocks(channels, options[1])
