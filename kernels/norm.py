@@ -106,7 +106,8 @@ def added_norm_and_maps(
     """
     chosen = _chosen(x, other, "silu", backend, x.shape[-1])
     kind = torch.promote_types(x.dtype, other.dtype)
-    fits = kind == matrix.dtype and few(x, matrix) and (bias is None or bias.dtype == matrix.dtype)
+    fits = kind == matrix.dtype and few(x, matrix)
+    fits = fits and (bias is None or (bias.dtype == matrix.dtype and bias.shape == matrix.shape[:1]))
     if not (chosen and fits):
         total, normal = added_rms_norm(x, other, weight, eps, backend)
         return total, normal, linear(normal, matrix, backend, ahead, bias, sigmoid)

@@ -53,7 +53,7 @@ def takes(x: Tensor, matrix: Tensor) -> bool:
 def multiplies(x: Tensor, matrix: Tensor, bias: Tensor | None = None, backend: str = "auto") -> bool:
     """Whether `linear` takes the kernel."""
     taken = few(x, matrix) if backend == "triton" else backend == "auto" and takes(x, matrix)
-    fits = bias is None or (bias.dtype == matrix.dtype and bias.is_contiguous())
+    fits = bias is None or (bias.dtype == matrix.dtype and bias.is_contiguous() and bias.shape == matrix.shape[:1])
     return taken and fits and x.shape[-1] == matrix.shape[1]
 
 

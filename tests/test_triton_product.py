@@ -62,6 +62,7 @@ def test_a_product_with_a_bias(shape, outputs, launched):
         else:
             assert_near(linear(x, matrix, "triton", bias=other), wanted)
     assert launched == [1 + other.is_contiguous()]
+    assert_near(linear(x, matrix, "triton", bias=bias[:1]), x.double() @ matrix.double().T + bias[:1].double())
 
 
 @torch.no_grad()
@@ -194,6 +195,8 @@ def test_the_norm_of_a_sum_and_its_maps(rows, biased, launched):
     for got, wanted in zip(added_norm_and_maps(x, other, weight, matrix, **how), (total, normal, made), strict=True):
         assert_near(got, wanted)
     assert launched == [2]
+    one = added_norm_and_maps(x, other, weight, matrix, bias[:1], backend="triton")[2]
+    assert_near(one, normal @ matrix.double().T + bias[:1].double())
     low = [t.bfloat16() for t in (x, other, weight, matrix)]
     total, normal = added_rms_norm(*low[:3], backend="triton")
     whole = linear(normal, low[3], "triton")
