@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsf.kernels.operators import check_convolution
+
 LARGEST = 8  # most taps of the GPU kernels
 KINDS = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels of layers take
 TRITON = importlib.util.find_spec("triton") is not None
@@ -159,22 +161,6 @@ def _check(x: Tensor, activation: str | None, pieces: tuple[Piece, ...]) -> None
         raise ValueError(f"pieces of {widths} channels, in whole heads, do not make the {x.shape[-1]} channels of x")
 
 
-def check_sizes(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    """Raise ValueError for what does not fit x [B, T, C]. Kernels would read beside tensors that are too small."""
-    (rows, _, channels), taps = x.shape, weight.shape[-1]
-    sequences = rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    fits = weight.shape == (channels, taps) and (bias is None or bias.shape == (channels,))
-    fits = fits and (cu_seqlens is None or rows == 1)
-    if not fits or (state is not None and state.shape != (sequences, channels, taps - 1)):
-        given = [None if y is None else list(y.shape) for y in (x, weight, bias, state, cu_seqlens)]
-        raise ValueError(
-            f"a short convolution of x, weight, bias, state, cu_seqlens of shapes {given}: sizes do not fit; expected "
-            "[B, T, C], [C, K], [C], [B or S, C, K - 1], and [S + 1] with B = 1"
-        )
-
-
 def asks_for_kernels(backend: str, x: Tensor) -> bool:
     """Whether a call on x asks for Triton kernels. Raises ValueError for an unknown backend."""
     if backend not in ("auto", "torch", "triton"):
@@ -199,7 +185,7 @@ def _torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """y before its activation [B, T, C], and the state after x."""
-    check_sizes(x, weight, bias, state, cu_seqlens)
+    check_convolution(x, weight, bias, state, cu_seqlens)
     x = x.transpose(1, 2)
     (batch, channels, _), taps = x.shape, weight.shape[-1]
     sequences, past = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, taps - 1

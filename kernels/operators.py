@@ -58,6 +58,22 @@ def refuse_second_order(where: str = RECURRENT) -> None:
         raise RuntimeError(f"second derivatives (create_graph=True) do not pass through {where}")
 
 
+def check_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Raise ValueError for what does not fit a short convolution of x [B, T, C], beside which kernels would read."""
+    (rows, _, channels), taps = x.shape, weight.shape[-1]
+    sequences = rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    fits = weight.shape == (channels, taps) and (bias is None or bias.shape == (channels,))
+    fits = fits and (cu_seqlens is None or rows == 1)
+    if not fits or (state is not None and state.shape != (sequences, channels, taps - 1)):
+        given = [None if y is None else list(y.shape) for y in (x, weight, bias, state, cu_seqlens)]
+        raise ValueError(
+            f"a short convolution of x, weight, bias, state, cu_seqlens of shapes {given}: sizes do not fit; expected "
+            "[B, T, C], [C, K], [C], [B or S, C, K - 1], and [S + 1] with B = 1"
+        )
+
+
 @dataclass(frozen=True)
 class Transition:
     """A structured linear operator on states S [..., N, P].

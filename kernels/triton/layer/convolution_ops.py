@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.convolution import check_sizes
-from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.operators import check_convolution, refuse_second_order
 from dsf.kernels.triton.early import early
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
@@ -79,7 +78,7 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, bounds: Tensor | None, *rest: Any
 ) -> tuple[list[Tensor], Tensor]:
     options = _options(*rest)
-    check_sizes(x, weight, bias, state, bounds)
+    check_convolution(x, weight, bias, state, bounds)
     x, (weight, bias, state, bounds) = _rows(x), _dense(weight, bias, state, bounds)
     ys, final = _outputs(x, weight, bounds, options)
     taps, tokens = weight.shape[-1], x.shape[1]
@@ -168,7 +167,7 @@ def _step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, new: Tensor, options: Options
 ) -> Tensor:
     """y [B, 1, C] of one token x, with all pieces; writes the new state into `new`, which may be the old one."""
-    check_sizes(x, weight, bias, state, None)
+    check_convolution(x, weight, bias, state, None)
     if x.shape[1] != 1:
         raise ValueError(f"a step of a short convolution takes one token, x [B, 1, C], got {list(x.shape)}")
     x, (weight, bias) = _rows(x), _dense(weight, bias)
