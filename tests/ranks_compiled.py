@@ -3,15 +3,9 @@
 torchrun --nproc-per-node 2 tests/ranks_compiled.py FOLDER NAME ...: writes {case: what was found} to FOLDER/RANK.json.
 """
 
-import json
-import sys
-import traceback
-from datetime import timedelta
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from ranks_graphed import each
 
 import dsf
 from dsf import mixers
@@ -25,9 +19,10 @@ def summed(x):
     return x
 
 
-def compared(cp, name):
+def compared(mesh, name):
     """By how much outputs and gradients of the third call err in float32, without and with torch.compile."""
     torch.manual_seed(0)
+    cp = dsf.parallel.Sequence(mesh)
     with torch.device("cuda"):
         layer, x = mixers.get(name).module(128), torch.randn(1, 1024, 128)
         exact, truth = mixers.get(name).module(128).double(), x.double()
@@ -54,22 +49,5 @@ def compared(cp, name):
     return errors
 
 
-def main():
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or NAMES
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
-    torch.cuda.set_device(dist.get_rank())
-    cp = dsf.parallel.Sequence(init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"])
-    found = {}
-    for name in names:
-        try:
-            found[name] = compared(cp, name)
-        except Exception as error:
-            found[name] = {"failed": str(error), "where": traceback.format_exc()}
-        if not dist.get_rank():
-            print(name, {k: x for k, x in found[name].items() if k != "where"}, flush=True)
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    each(NAMES, compared, seconds=120)

@@ -94,15 +94,16 @@ def compared(mesh, case):
     return {"graphs": graphs, "apart": apart, "equal": all(torch.equal(a, b) for a, b in pairs)}
 
 
-def main():
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+def each(known, compare, seconds=60):
+    """Write what compare(mesh of the ranks, name) finds of every name of the command line, or of all known ones."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(known)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=seconds))
     torch.cuda.set_device(dist.get_rank())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ranks",))
     found = {}
     for name in names:
         try:
-            found[name] = compared(mesh, CASES[name])
+            found[name] = compare(mesh, name)
         except Exception as error:
             found[name] = {"failed": str(error), "where": traceback.format_exc()}
         if not dist.get_rank():
@@ -112,4 +113,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    each(CASES, lambda mesh, name: compared(mesh, CASES[name]))

@@ -44,7 +44,7 @@ class Packing:
         else:
             found = [operator.index(x) for x in cu_seqlens]
         check_bounds("Packing", found, found[-1] if found else 0)
-        self._bounds, self._words = tuple(found), " ".join(map(str, found))
+        self._bounds, self._words = tuple(found), repr(found)
         self._placed: dict[torch.device, Tensor] = {}
         self._backwards: Packing | None = None
         if isinstance(cu_seqlens, Tensor):
@@ -57,7 +57,7 @@ class Packing:
     def bounds(self) -> Bounds:
         """The boundaries, S + 1 numbers."""
         if torch.compiler.is_dynamo_compiling():  # which makes symbols of numbers that change, but not of words
-            return tuple(int(word) for word in self._words.split())
+            return tuple(int(word) for word in self._words[1:-1].split(", "))
         return self._bounds
 
     def __len__(self) -> int:
