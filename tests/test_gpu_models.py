@@ -203,3 +203,30 @@ def test_attention_is_captured_and_captured_anew_where_its_memory_doubles(mixers
             error = (found.double() - exact[:, t]).norm(dim=-1) / exact[:, t].norm(dim=-1)
             assert error.max() < (1e-4 if dtype == torch.float32 else 5e-2), (steps, t)
     assert model.generate(ids, 80, graph=True).shape == (3, 230)
+
+
+MIXED = [
+    ["gated_deltanet", "softmax_attention"],
+    ["mlstm", "rg_lru"],
+    ["ssd", "fox"],
+    ["s6", "mamba3"],
+    ["kda", "rwkv7"],
+]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("mixers", MIXED, ids=" ".join)
+def test_a_compiled_model_is_the_model(mixers, autocast):
+    """Losses and gradients of two lengths, from one graph each."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    with torch.device("cuda"):
+        model = CausalLM(ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=mixers))
+    compiled, weights = torch.compile(model, fullgraph=True), list(model.parameters())
+    for tokens in (130, 200):
+        ids = torch.randint(0, 97, (2, tokens), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            losses = [m(ids, labels=ids, return_state=False).loss for m in (compiled, model)]
+        found, expected = ([loss.detach(), *torch.autograd.grad(loss, weights)] for loss in losses)
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).norm() < (3e-2 if autocast else 1e-4) * b.norm()

@@ -1,5 +1,5 @@
 """Two GPUs: training steps from CUDA graphs (tests/ranks_graphed.py), `dsf train` with them, and compiled layers on
-packed sequences (tests/ranks_compiled.py)."""
+packed sequences and compiled models (tests/ranks_compiled.py)."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks_compiled import NAMES
+from ranks_compiled import MODELS, NAMES
 from ranks_graphed import CASES
 
 pytestmark = [
@@ -65,8 +65,8 @@ def test_dsf_train_with_graphs_is_without(tmp_path, words):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_packed_sequences_in_a_compiled_layer(compiled, name):
+@pytest.mark.parametrize("name", [*NAMES, *MODELS])
+def test_compiled_layers_and_models_over_two_gpus(compiled, name):
     for rank in compiled:
         assert "failed" not in rank[name], rank[name]
         assert rank[name]["eager"] < 1e-4 and rank[name]["compiled"] < 1e-4, rank[name]
