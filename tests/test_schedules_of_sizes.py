@@ -10,6 +10,7 @@ import pytest
 import torch
 from interpreted import interpreted
 from mixer_inputs import sample
+from torch._dynamo.backends.debugging import aot_eager
 
 from dsf import mixers
 
@@ -95,6 +96,25 @@ def test_every_length(name, watch):
         call(recurrence, inputs(recurrence, tokens))
     assert watch.compared > 0.7 * watch.made
     assert all(x.left for x in operators._templates.kept.values())  # there is nothing that symbols cannot say
+
+
+@pytest.mark.parametrize("name, most", [("s6", 3), ("rg_lru", 2), ("gated_deltanet", 2)])
+def test_graphs_of_compiled_calls_hold_for_many_lengths(name, most, watch):
+    """S6's third length was an error: torch compares no truth that depends on a length with one that does not."""
+    torch.compiler.reset()
+    graphs = []
+
+    def counted(graph, given):
+        graphs.append(graph)
+        return aot_eager(graph, given)
+
+    recurrence = mixers.get(name).recurrence
+    compiled = torch.compile(lambda **x: recurrence(**x, backend="triton"), fullgraph=True, backend=counted)
+    for tokens in (130, 200, 333):
+        x = inputs(recurrence, tokens)
+        y = compiled(**x)
+        torch.autograd.grad(y, list(x.values()), y, allow_unused=True)
+    assert len(graphs) <= most
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "ssd", "s6", "kda"])

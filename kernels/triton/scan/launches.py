@@ -102,7 +102,7 @@ class Hole:
 
     def by_entry(self, s: Sizes) -> bool:
         """True where kernels by entry can run: independent entries, and inputs within 32-bit offsets."""
-        return self.separable and s.n > 1 and s.n * (s.tokens + ALIGNED) < 1 << 31
+        return self.separable and s.n > 1 and bool(s.n * (s.tokens + ALIGNED) < 1 << 31)  # no symbol: it is compared
 
 
 HOLES: Registry[Hole] = Registry("hole")
@@ -189,7 +189,7 @@ class Launch:
     @property
     def padded(self) -> bool:
         """True where tiles reach past the end, so that buffers of shared gradients need padding."""
-        return self.by_entry and self.sizes.tokens % self.tile.K > 0
+        return self.by_entry and bool(self.sizes.tokens % self.tile.K > 0)
 
     @property
     def chunks(self) -> int:
