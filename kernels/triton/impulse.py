@@ -29,7 +29,7 @@ from torch import Tensor
 from dsf.kernels.triton.functions import LOG2E, PER_TURN, circle
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
-from dsf.kernels.triton.sizes import power
+from dsf.kernels.triton.sizes import padded
 
 DOWN, ACROSS, PAIRS = 32, 64, 16  # a tile of h; entries, or pairs of them, for four warps
 LOWEST = tl.constexpr(-1e4)  # as in kernels/invariant.py
@@ -263,8 +263,8 @@ def impulse_backward(
 
 def tiles(length: int, fine: int, k: int, across: int) -> dict[str, int]:
     """The constants of a launch that depend on sizes. Larger tiles do not fit the registers."""
-    down, pairs = min(DOWN, max(16, power(-(-length // fine)))), PAIRS if k <= PAIRS else 2 * PAIRS
-    return {"BI": down, "BJ": min(across, max(16, power(fine))), "BK": pairs, "K": k, "num_warps": 4 * pairs // PAIRS}
+    down, pairs = padded(min(DOWN, -(-length // fine))), PAIRS if k <= PAIRS else 2 * PAIRS
+    return {"BI": down, "BJ": padded(min(across, fine)), "BK": pairs, "K": k, "num_warps": 4 * pairs // PAIRS}
 
 
 def respond(args: Any, h: Tensor, length: int, fine: int, k: int, read: Callable[..., Any], **named: Any) -> None:

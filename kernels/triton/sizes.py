@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def power(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """The smallest power of two that is at least `size`. Limits belong inside: power(min(size, limit)) asks one thing
+    of a size beyond the limit, and min(power(size), limit) one more for every doubling."""
     found = 1
     while found < size:
         found *= 2

@@ -14,7 +14,7 @@ from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.packed import Sequences, slots
 from dsf.kernels.triton.pointwise.kernel import level_blocks, levels
 from dsf.kernels.triton.pointwise.programs import EMPTY, LARGEST, MADE_THERE, PADDING, VECTORS, Pointwise, Program
-from dsf.kernels.triton.sizes import power
+from dsf.kernels.triton.sizes import padded
 
 LEVEL_TOKENS = 1024  # tokens of a program of the running maximum
 
@@ -107,7 +107,7 @@ class ChunkCall(Pointwise):
         last = self.empty(self.ends, self.heads) if first is None else first.clone()
         if self.packed is not None and first is None:  # some sequences may have no tokens
             last.fill_(EMPTY)
-        block = min(LEVEL_TOKENS, max(16, power(self.tokens)))
+        block = padded(min(LEVEL_TOKENS, self.tokens))
         blocks, lanes, table = -(-self.tokens // block), self.batch * self.heads, None
         if self.packed is not None:
             blocks = slots(self.tokens, self.packed.count, block)

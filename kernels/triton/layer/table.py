@@ -88,14 +88,14 @@ class Heads:
 def rotary(half: int, rows: int) -> Heads:
     """Of `rows` tokens with heads of `half` pairs: 1,024 pairs of a head at once, 8 a lane."""
     width = power(half)
-    held = max(1, min(1024 // width, power(rows)))
+    held = power(min(max(1, 1024 // width), rows))
     return Heads(width, held, 4, max(1, min(4, held * width // 256)))
 
 
 def mixture(rows: int, channels: int, backward: bool) -> tuple[int, int, int]:
     """Of mixtures of `rows` tokens: (tokens and channels of a program; warps). Backward a program leaves a row of sums,
     so it has more tokens."""
-    held, block = min(64 if backward else 4, power(rows)), min(32 if backward else 512, power(channels))
+    held, block = power(min(64 if backward else 4, rows)), power(min(32 if backward else 512, channels))
     return held, block, max(1, min(4, held * block // 512))
 
 
@@ -107,7 +107,7 @@ def part(width: int) -> int:
 def reversal(group: int, rows: int) -> tuple[int, int, int]:
     """Of sums of both directions: (channels of a group, rounded up; groups of a program; warps)."""
     width = power(group)
-    held = max(1, min(4096 // width, power(rows)))
+    held = power(min(max(1, 4096 // width), rows))
     return width, held, max(1, min(4, held * width // 256))
 
 

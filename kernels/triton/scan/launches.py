@@ -281,7 +281,7 @@ def summed(
     if go.tile.G * go.tile.stages > 1:  # wide tiles without runs, which would need one more scan
         t = tile(FORWARD if given.dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
+    fine = finer(go.segments + int(whole), go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
     count, span, origin = _places(go, fine, given, whole)
     local, product = go.states(like, count), go.states(like, count)
     start(
@@ -295,7 +295,7 @@ def _places(go: Launch, fine: int, given: Cotangents, whole: bool) -> tuple[int,
     """(pieces + 1, tokens a piece, origin) of `summaries`."""
     span = go.span // fine
     origin = 0 if given.dy is None else (0 if whole else go.span) - span
-    return (go.segments - (not whole)) * fine + 1, span, origin
+    return (go.segments - int(not whole)) * fine + 1, span, origin
 
 
 def _summed_by_entry(
@@ -304,7 +304,7 @@ def _summed_by_entry(
     """`summed` by entry."""
     t = by_entry(go.sizes.p)
     go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    fine = finer(go.segments + whole, go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
+    fine = finer(go.segments + int(whole), go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
     count, span, origin = _places(go, fine, given, whole)
     local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
     programs = go.blocks * go.sizes.rows * (count - 1)

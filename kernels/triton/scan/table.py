@@ -181,10 +181,9 @@ def segments(tokens: int, programs: int, t: Tile, device: torch.device) -> tuple
 
 def finer(count: int, span: int, programs: int, t: Tile, warps: int, device: torch.device) -> int:
     """Pieces of each segment but one, so that summaries have `warps` warps a processor."""
-    # Comparisons alone: torch's symbols fail where a number of segments that depends on T divides something.
-    pieces, least = 1, warps * _processors(device)
-    held = programs * (count - 1) * t.warps
-    while pieces * held < least and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
+    wanted = -(-warps * _processors(device) // (programs * (count - 1) * t.warps))
+    pieces = 1
+    while pieces < wanted and span % (2 * pieces * t.chunk) == 0 and span >= 2 * pieces * t.span:
         pieces *= 2
     return pieces
 
