@@ -337,6 +337,21 @@ NOTES = [
 ]
 
 
+@pytest.mark.parametrize("by", ["call", "configuration"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+def test_attentions_that_a_call_or_the_configuration_asks_for_stay(name, by, ids):
+    """GPT-2 does not pass the wish on to its layers, and no model that of its configuration."""
+    model = zoo.build(name)
+    model.config.output_attentions = by == "configuration"
+    asked = {"output_attentions": True} if by == "call" else {}
+    expected = model(input_ids=ids, **asked).attentions
+    dsf.convert(model)
+    got = model(input_ids=ids, **asked).attentions
+    assert len(got) == len(expected) == 2
+    for ours, own in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, own)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_boolean_mask_says_what_is_seen_and_the_report_that_eager_adds_it(name, ids):
     """As torch's attention reads it, by which the converted model is the model; eager would see later tokens by it."""

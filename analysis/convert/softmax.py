@@ -58,9 +58,11 @@ def attention(
     dropped = dropout if module.training else 0.0
     own = _declared_as(operands, options.get("sliding_window"))
     show(layer, own or softmax_attention, operands, bool(causal))
-    if own is not None and not dropped and not options.get("output_attentions"):
+    # Some models (GPT-2) do not pass the caller's wish on, and none the configuration's.
+    asked = options.get("output_attentions") or layer.shared.asks("output_attentions")
+    if own is not None and not dropped and not asked:
         return _run(own, operands), None
-    if sink is None and not dropped and not options.get("output_attentions"):
+    if sink is None and not dropped and not asked:
         return attend_fused(operands).transpose(1, 2).contiguous(), None
     weights = operands.matrix()
     y = F.dropout(weights, dropped).to(value.dtype) @ spread_heads(value, query.shape[1])
