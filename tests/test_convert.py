@@ -386,6 +386,15 @@ def test_what_a_mask_adds_to_scores_counts_beside_rows_that_see_nothing(name, id
     assert off(got[1, 3:], expected[1, 3:]) < 1e-5
 
 
+def test_a_row_of_padding_reads_nothing_where_a_sink_takes_it_all(ids):
+    """Models that pool rows without a mask (DeepSeek-V4) mix it into the logits of tokens."""
+    model, mask = zoo.build("gpt_oss"), torch.ones_like(ids)
+    mask[1, :4] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    dsf.convert(model)
+    assert off(model(input_ids=ids, attention_mask=mask).logits, expected) < 1e-4
+
+
 @pytest.mark.parametrize("name, note", NOTES)
 def test_the_report_says_where_the_original_is_wrong(name, note):
     assert f"note, {note}" in str(dsf.convert(zoo.build(name)))

@@ -49,9 +49,10 @@ def attention(
     shown = layer.shared.mask(key.shape[2])
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    seen, bias = _split_mask(bool(causal), query, key, attention_mask, options.get("position_bias"), shown)
-    seen = _apart(seen, layer.call.cu_seqlens, query)
     sink = options.get("s_aux", getattr(module, "sinks", None))
+    biases = options.get("position_bias")
+    seen, bias = _split_mask(bool(causal), query, key, attention_mask, biases, shown, sink is not None)
+    seen = _apart(seen, layer.call.cu_seqlens, query)
     operands = Attention(query * scale, key, value, seen, bias, sink)
     layer.window = options.get("sliding_window") or layer.window
     layer.state, layer.key_heads = (query.shape[1], key.shape[-1], value.shape[-1]), key.shape[1]
@@ -145,11 +146,13 @@ def sees_all(operands: Attention, window: int | None = None) -> bool:
 
 
 def _split_mask(
-    causal: bool, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, shown: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    causal: bool, query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, shown: Tensor | None,
+    sunk: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """(what each query sees, None for plain causal attention; what is added to its scores, None for nothing).
 
-    A row that sees nothing (padding) sees everything, as softmax of equal scores does.
+    A row that sees nothing (padding) sees everything, as softmax of equal scores does. With a sink (`sunk`), which then
+    takes the whole row, it sees nothing: later layers may mix rows without a mask (DeepSeek-V4's compressed keys).
     """
     tokens, places = query.shape[2], key.shape[2]
     if mask is None:
@@ -164,12 +167,12 @@ def _split_mask(
         mask = _with_past(mask, places - mask.shape[-1], shown)
     mask = mask[..., :places]
     if mask.dtype == torch.bool:
-        return mask | ~mask.any(-1, keepdim=True), bias
+        return mask if sunk else mask | ~mask.any(-1, keepdim=True), bias
     shows = mask > torch.finfo(mask.dtype).min / 2
     extra = mask.masked_fill(~shows, 0)  # also in rows of padding, whose other rows' biases count
     if bool((extra != 0).any()):
         bias = extra if bias is None else bias + extra
-    return shows | ~shows.any(-1, keepdim=True), bias
+    return shows if sunk else shows | ~shows.any(-1, keepdim=True), bias
 
 
 def _with_past(mask: Tensor, past: int, shown: Tensor | None) -> Tensor:
