@@ -505,6 +505,33 @@ def test_taylor_error_is_that_of_the_finite_system_and_vanishes():
     assert errors[-1] < 1e-6 < errors[2] < errors[0]
 
 
+@pytest.mark.parametrize(
+    "r", [mixers.sink_attention, mixers.softmax_one, mixers.alibi, mixers.fox], ids=lambda r: r.name
+)
+def test_taylor_error_of_other_than_plain_attention_is_refused(r):
+    """With a sink errors did not vanish for any order."""
+    with pytest.raises(InputError, match=f"{r.name}: a Taylor truncation needs plain softmax attention"):
+        m.taylor_error(trajectory(r), [1])
+
+
+def test_taylor_error_of_a_window_of_a_finite_state_is_refused():
+    @dsf.recurrence
+    def windowed(q: Key, k: Key, v: Value):
+        return System(A=I, B=k * v, C=q, window=3)
+
+    with pytest.raises(InputError, match="windowed: a Taylor truncation needs plain softmax attention"):
+        m.taylor_error(trajectory(windowed), [1])
+
+
+def test_taylor_error_counts_keys_whose_weights_vanish():
+    """Cut series give them weights that do not."""
+    q, k = torch.tensor([1.0, 1.0])[None, :, None, None], torch.tensor([-150.0, 0.0])[None, :, None, None]
+    v = torch.tensor([1.0, 0.0])[None, :, None, None]
+    y = mixers.softmax_attention.taylor(1)(q, k, v)
+    error = m.taylor_error(mixers.softmax_attention.trajectory(q, k, v), [1])[0]
+    assert error == pytest.approx(float(y[0, 1]), rel=1e-5)
+
+
 @EVERY
 def test_a_selection_is_the_same_system_on_fewer_heads_and_tokens(r):
     t = trajectory(r)
@@ -524,6 +551,38 @@ def test_states_start_from_the_state_that_was_given():
     _, state = mixers.gated_deltanet(**head, return_state=True)
     rest = mixers.gated_deltanet.trajectory(**tail, initial_state=state).states()
     torch.testing.assert_close(rest, whole[:, 3:], **CLOSE)
+
+
+@pytest.mark.parametrize("of", ["decay", "transition"])
+def test_a_decay_of_nan_is_no_half_life(of):
+    """It was left out of the mean, or counted as never, and where all were nan as cleared at once."""
+    inputs = mixer_inputs.sample(mixers.gla)
+    there = m.half_life(mixers.gla.trajectory(**inputs), of)
+    inputs["g"][1, 2] = math.nan
+    lives = m.half_life(mixers.gla.trajectory(**inputs), of)
+    assert lives[1].isnan().all()
+    torch.testing.assert_close(lives[0], there[0])
+
+
+@pytest.mark.parametrize(
+    "r, name",
+    [(mixers.kda, "beta"), (mixers.delta_product, "beta"), (structures.turned_blocks, "a"), (mixers.deltanet, "beta")],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_a_token_that_is_not_finite_has_nan_and_leaves_the_others(r, name):
+    """torch raises for a whole batch of matrices."""
+    inputs = mixer_inputs.sample(r)
+    there = r.trajectory(**inputs)
+    inputs[name][1, 2] = math.nan
+    t = r.trajectory(**inputs)
+    assert m.eigenvalues(t)[1, 2].isnan().any()
+    for measure in (m.spectral_radius, m.transition_norm, m.propagator_norm, m.effective_rank):
+        got, expected = measure(t), measure(there)
+        assert got[1, 2].isnan().any(), measure.__name__
+        torch.testing.assert_close(got[0], expected[0], **CLOSE)
+        torch.testing.assert_close(got[1, :2], expected[1, :2], **CLOSE)
+    with pytest.raises(InputError, match="Phi has numbers that are not finite, at or behind token 3"):
+        m.effective_state_size(t)
 
 
 def test_long_gated_deltanet_spectrum_is_quick():

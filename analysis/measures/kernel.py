@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.attention import spread_heads
+from dsf.kernels.phi import attention_scores
 from dsf.language.errors import InputError
 from dsf.trajectory import Trajectory
 
@@ -86,7 +88,7 @@ def effective_state_size(
     at: tokens i, 1 ≤ i < T (by default the middle). tolerance: relative to H_i's largest singular value. phi:
     kernel_matrix(trajectory) where it is known. At most N per channel for a state of N rows; at most K - 1 for a
     convolution of K taps; up to min(i, T - i) for softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises
-    InputError for a token outside 1 … T - 1, and for none.
+    InputError for a token outside 1 … T - 1, for none, and for a Phi with numbers that are not finite.
     """
     if at is not None and not len(at):
         raise InputError("effective_state_size: at names no token")
@@ -97,7 +99,10 @@ def effective_state_size(
     for i in spots:
         if not 1 <= i < tokens:
             raise InputError(f"effective_state_size: token {i} has no past or no future; expected 1 ≤ i < {tokens}")
-        sigma = torch.linalg.svdvals(phi[..., i:, : past + i * each])
+        part = phi[..., i:, : past + i * each]
+        if not bool(part.isfinite().all()):
+            raise InputError(f"effective_state_size: Phi has numbers that are not finite, at or behind token {i}")
+        sigma = torch.linalg.svdvals(part)
         counts.append((sigma > tolerance * sigma[..., :1]).sum(-1))
         entropies.append(entropy_rank(sigma))
     return EffectiveStateSize(torch.stack(counts, 2), torch.stack(entropies, 2))
@@ -180,24 +185,26 @@ def taylor_error(trajectory: Trajectory, orders: Sequence[int]) -> list[float]:
     """Errors of softmax attention whose exponential features are cut after degree r, for each r of orders.
 
     The largest |difference| of outputs over the range of the exact outputs (DSF Lemma 1; the state has Σ_{p ≤ r} N^p
-    rows). Raises InputError for a trajectory that is not plain softmax attention, and for orders that are negative or
-    none.
+    rows). Raises InputError for a trajectory that is not plain softmax attention (it has a bias, a decay, a sink, or a
+    state that is finite), and for orders that are negative or none.
     """
     if not orders or min(orders) < 0:
         raise InputError(f"taylor_error: orders are {list(orders)}, expected at least one, from 0 on")
     attention = trajectory.attention
-    if attention is None or attention.sink is not None or attention.bias is not None:
+    parts = () if attention is None else (attention.sink, attention.bias, attention.share, attention.skip)
+    if attention is None or not attention.exponential or any(x is not None for x in parts):
         raise InputError(f"{trajectory.spec.name}: a Taylor truncation needs plain softmax attention")
     expected = output(trajectory)
     keys, values = (spread_heads(x, trajectory.heads) for x in (attention.k, attention.v))
-    scores = attention.a @ keys.mT
-    seen = (attention.matrix() > 0).to(scores.dtype)
+    scores = attention_scores(attention.a, keys, attention.seen)
+    seen = scores > -math.inf  # not weights > 0, which vanish for keys far below the largest
+    scores = torch.where(seen, scores, 0.0)
     series, term, errors = torch.ones_like(scores), torch.ones_like(scores), {}
     for order in range(max(orders) + 1):
         if order:
             term = term * scores / order
             series = series + term
-        weights = series * seen
+        weights = torch.where(seen, series, 0.0)
         y = (weights / weights.sum(-1, keepdim=True)) @ values
         errors[order] = float((y.transpose(1, 2) - expected).abs().max() / (expected.max() - expected.min()))
     return [errors[r] for r in orders]

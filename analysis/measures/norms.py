@@ -1,6 +1,11 @@
-"""The spectral norm of a diagonal plus a rank-one matrix without forming the matrix, vectorised over tokens."""
+"""Singular values and eigenvalues of many matrices, of which some may have entries that are not finite; the spectral
+norm of a diagonal plus a rank-one matrix without forming the matrix, vectorised over tokens.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,3 +44,24 @@ def _norms(d: Tensor, left: Tensor, right: Tensor) -> Tensor:
         above = (far > 0).sum(-1) + positive - 1 > 0
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
     return ((low + high) / 2).sqrt()
+
+
+def singular_values(x: Tensor) -> Tensor:
+    """Singular values of matrices [..., N, M], largest first; nan where an entry is not finite."""
+    return _finite(torch.linalg.svdvals, x)
+
+
+def spectral_norm(x: Tensor) -> Tensor:
+    """The largest singular value of matrices [..., N, M]; nan where an entry is not finite."""
+    return singular_values(x)[..., 0]
+
+
+def general_eigenvalues(x: Tensor) -> Tensor:
+    """Complex eigenvalues of matrices [..., N, N]; nan where an entry is not finite."""
+    return _finite(torch.linalg.eigvals, x)
+
+
+def _finite(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function of each matrix, which LAPACK refuses for a whole batch where one number is not finite."""
+    whole = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    return torch.where(whole.squeeze(-1), function(torch.where(whole, x, 0.0)), math.nan)

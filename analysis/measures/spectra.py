@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsf.analysis.measures.norms import norms
+from dsf.analysis.measures.norms import general_eigenvalues, norms, spectral_norm
 from dsf.analysis.measures.secular import eigenvalues_of_update
 from dsf.kernels.operators import Transition
 from dsf.language.errors import InputError
@@ -79,9 +79,9 @@ def transition_norm(trajectory: Trajectory) -> Tensor:
     n = _size(trajectory)
     if a.cross is not None:
         if a.left is None:
-            return torch.linalg.matrix_norm(a.pair_blocks(n), 2).amax(-1)
+            return spectral_norm(a.pair_blocks(n)).amax(-1)
         _check_dense(trajectory, n)
-        return torch.linalg.matrix_norm(a.to_dense(n), 2)
+        return spectral_norm(a.to_dense(n))
     if a.left is None or a.right is None:
         return a.decay.abs().amax(-2)
     left, right = _channels(a)
@@ -90,7 +90,7 @@ def transition_norm(trajectory: Trajectory) -> Tensor:
         small = (basis.mT @ left) @ (basis.mT @ right).mT
         decay = a.decay.squeeze(-2)  # [B, T, H, p]
         small = small + decay[..., None, None] * torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
-        return torch.maximum(torch.linalg.matrix_norm(small, 2), decay.abs())
+        return torch.maximum(spectral_norm(small), decay.abs())
     decay = _decay_vectors(a, n, left.shape[3])
     if a.rank == 1:
         flat = (x.expand(decay.shape).flatten(0, 3) for x in (decay, left[..., 0], right[..., 0]))
@@ -128,7 +128,7 @@ def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
     out = []
     for t in range(start, trajectory.tokens):
         product = _apply(decay[:, t], left[:, t], right[:, t], product)
-        out.append(torch.linalg.matrix_norm(product, 2))
+        out.append(spectral_norm(product))
     return torch.stack(out, dim=1)
 
 
@@ -177,13 +177,14 @@ def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "de
     if of == "transition":
         return lyapunov_exponents(trajectory)
     logs = _moduli(_full(trajectory.token_transition, trajectory), trajectory).abs().log()
-    kept = logs > -math.inf
+    kept = logs != -math.inf  # nan is kept, and shows
     mean = torch.where(kept, logs, 0).sum(1) / kept.sum(1)
     return torch.where(kept.any(1), mean, -math.inf)
 
 
 def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "transition"] = "decay") -> Tensor:
-    """Tokens until a mode has shrunk to `eps` of itself, ln eps / rate, [B, H, N or 1, p]; inf if it never does.
+    """Tokens until a mode has shrunk to `eps` of itself, ln eps / rate, [B, H, N or 1, p]; inf if it never does, nan
+    where a decay is nan.
 
     Report percentiles(...) of it rather than its mean: the distribution is heavy-tailed. Raises InputError for eps
     outside (0, 1).
@@ -191,7 +192,7 @@ def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "tra
     if not 0 < eps < 1:
         raise InputError(f"horizon: eps is what is left of a state, expected 0 < eps < 1, got {eps}")
     rate = decay_rates(trajectory, of)
-    return torch.where(rate < 0, math.log(eps) / rate, math.inf)
+    return torch.where(rate >= 0, math.inf, math.log(eps) / rate)
 
 
 def half_life(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
@@ -247,7 +248,7 @@ def _of_pairs(a: Transition, trajectory: Trajectory, n: int) -> Tensor:
     if a.left is None:
         return _of_blocks(a.pair_blocks(n))
     _check_dense(trajectory, n)
-    values = torch.linalg.eigvals(a.to_dense(n)).movedim(-1, -2)
+    values = general_eigenvalues(a.to_dense(n)).movedim(-1, -2)
     return values.real if bool((values.imag == 0).all()) else values
 
 
@@ -269,7 +270,7 @@ def _pair_propagator(a: Transition, trajectory: Trajectory, start: int, n: int) 
     out = []
     for t in range(start, trajectory.tokens):
         product = matrices[:, t] @ product
-        norm = torch.linalg.matrix_norm(product, 2)
+        norm = spectral_norm(product)
         out.append(norm if a.left is not None else norm.amax(-1))
     return torch.stack(out, dim=1)
 
@@ -291,7 +292,7 @@ def _of_scalar_decay(a: Transition, left: Tensor, right: Tensor, n: int) -> Tens
     """Eigenvalues for a scalar decay d: d (N - R times) and d + eig(RᵀL)."""
     decay = a.decay.squeeze(-2).unsqueeze(-1)  # [B, T, H, p, 1]
     small = right.mT @ left
-    moved = small.squeeze(-1) if a.rank == 1 else torch.linalg.eigvals(small)
+    moved = small.squeeze(-1) if a.rank == 1 else general_eigenvalues(small)
     if moved.is_complex() and bool((moved.imag == 0).all()):
         moved = moved.real
     shape = moved.shape[:-1]
@@ -312,11 +313,11 @@ def _symmetric(decay: Tensor, product: Tensor) -> Tensor:
 
 
 def _general(decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return torch.linalg.eigvals(torch.diag_embed(decay) + left @ right.mT)
+    return general_eigenvalues(torch.diag_embed(decay) + left @ right.mT)
 
 
 def _norm(decay: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(torch.diag_embed(decay) + left @ right.mT, 2)
+    return spectral_norm(torch.diag_embed(decay) + left @ right.mT)
 
 
 def _blocks(function, *tensors: Tensor, n: int) -> Tensor:  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsf.analysis.measures.kernel import entropy_rank
+from dsf.analysis.measures.norms import singular_values
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.phi import injection_row
@@ -49,7 +50,7 @@ def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
     if every < 1:
         raise InputError(f"effective_rank: every is {every}, expected at least 1")
     out = [
-        entropy_rank(torch.linalg.svdvals(s)) for t, s in enumerate(trajectory.walk(), 1) if t % every == 0
+        entropy_rank(singular_values(s)) for t, s in enumerate(trajectory.walk(), 1) if t % every == 0
     ]  # fmt: skip
     if not out:
         raise InputError(f"{trajectory.spec.name}: every = {every} skips all {trajectory.tokens} tokens")
