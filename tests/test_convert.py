@@ -185,6 +185,33 @@ def test_gradients_stay(name, ids):
         assert (got[key] - grad).abs().max() <= 2e-4 * grad.abs().max() + 1e-7, key
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("name", ["mamba", "minimax", "rwkv", "xlstm"])
+def test_gradients_behind_padding_stay_with_checkpointing(name, reentrant, ids):
+    """The backward pass runs blocks again without the model, whose arguments held the mask."""
+    model, mask = zoo.build(name).train(), torch.ones_like(ids)
+    mask[1, :4] = 0
+    dsf.convert(model)
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask == 1].sin().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with torch.enable_grad():
+        expected = gradients()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if name in ("rwkv", "xlstm"):  # whose blocks are not given the mask
+            with pytest.raises(
+                ConversionError, match="runs it again in the backward pass, without the mask of padding"
+            ):
+                gradients()
+            return
+        for got, own in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(got, own)
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "recurrent_gemma", "llama", "lfm2"])
 def test_generation_says_what_the_original_says(name, ids):
     model = zoo.build(name)

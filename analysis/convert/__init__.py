@@ -4,12 +4,12 @@ find names the mixers; cores, forwards, softmax and fir hold a table entry for e
 and undoes the change; layer runs a converted mixer's recurrence; conversion joins these.
 """
 
-from dsf.analysis.convert.conversion import ConversionError, Converted, convert, register
+from dsf.analysis.convert.conversion import Converted, convert, register
 from dsf.analysis.convert.cores import CORES, Core
 from dsf.analysis.convert.find import LeftAlone, find
 from dsf.analysis.convert.fir import fir, fir_inputs
 from dsf.analysis.convert.forwards import FORWARDS, Forward
-from dsf.analysis.convert.layer import Layer, Run
+from dsf.analysis.convert.layer import ConversionError, Layer, Run
 
 __all__ = [
     "CORES", "FORWARDS", "ConversionError", "Converted", "Core", "Forward", "Layer", "LeftAlone", "Run", "convert",

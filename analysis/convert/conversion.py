@@ -17,11 +17,10 @@ from dsf.analysis.convert.cores import Core
 from dsf.analysis.convert.find import Found, LeftAlone, find, names_used
 from dsf.analysis.convert.fir import causal_conv, causal_conv_step, fir
 from dsf.analysis.convert.forwards import FORWARDS, METHODS, Forward
-from dsf.analysis.convert.layer import Layer, ModelCall, cache_in
+from dsf.analysis.convert.layer import ConversionError, Layer, ModelCall, cache_in
 from dsf.analysis.convert.patch import Patches, named
 from dsf.analysis.measures.state import StateSize, state_size
 from dsf.call.recurrence import Recurrence
-from dsf.language.errors import DsfError
 from dsf.mixers import Mixer, softmax_attention
 
 CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv, "causal_conv1d_update": causal_conv_step}
@@ -36,10 +35,6 @@ MASKS = "a boolean mask with an axis of heads says what is seen; the original, e
 FORGETFUL = ("BambaAttention", "MiniMaxAttention")  # in models that forget positions
 LIMITED = "one-token steps limit the step size to time_step_limit as whole sequences do; the original does not"
 CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
-
-
-class ConversionError(DsfError):
-    """The error for a model that cannot be converted; it says why."""
 
 
 class Converted:
@@ -308,7 +303,7 @@ def _watch_model(model: nn.Module, shared: ModelCall, patches: Patches, attends:
 
         def after(module: nn.Module, *_: Any) -> None:
             if module is model:
-                shared.arguments = {}
+                shared.end()
 
         patches.on_undo(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         patches.on_undo(module.register_forward_hook(after, always_call=True).remove)

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.attention import KVCache
+from dsf.language.errors import DsfError
 from dsf.trajectory import Attention, Trajectory
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+class ConversionError(DsfError):
+    """The error for a model that cannot be converted, or run converted; it says why."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,11 @@ class Layer:
     call: Call = field(default_factory=Call, repr=False)
 
     def enter(self, arguments: Mapping[str, Any]) -> None:
-        """Begin one call of the module."""
+        """Begin one call of the module. Raises ConversionError where it runs again in a backward pass, and what the
+        model's call said of padding or packed sequences is not among its own arguments.
+        """
         self.call = Call(arguments, boundaries({**arguments, **self.shared.arguments}))
+        self.shared.check_again(self)
         # Read now: the model updates its cache before the core runs.
         self.call.cached = recurrent_state_of(self.call.cache, getattr(self.module, "layer_idx", None))
 
@@ -147,11 +155,37 @@ class Layer:
 
 
 class ModelCall:
-    """The arguments of the model's forward, of which its mixers receive a part. config: the model's, or None."""
+    """The arguments of the model's forward, of which its mixers receive a part. config: the model's, or None.
+
+    padded, packed: whether the last call that may have a backward pass had padding, and several sequences in a row.
+    """
 
     def __init__(self, config: Any = None) -> None:
         self.arguments: dict[str, Any] = {}
         self.config = config
+        self.padded = self.packed = False
+
+    def end(self) -> None:
+        """Forget the call's arguments."""
+        if torch.is_grad_enabled():
+            mask = self.arguments.get("attention_mask")
+            self.padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all())
+            self.packed = boundaries(self.arguments) is not None
+        self.arguments = {}
+
+    def check_again(self, layer: Layer) -> None:
+        """Refuse a run without a call of the model that lacks the mask or the boundaries that the call had."""
+        if self.arguments or not (self.padded or self.packed) or torch._C._current_graph_task_id() == -1:
+            return
+        own = layer.call.arguments.get("attention_mask")
+        here = layer.recurrence.spec.is_attention or (isinstance(own, Tensor) and own.dim() == 2)
+        lost = self.padded and not here
+        if lost or (self.packed and layer.call.cu_seqlens is None):
+            raise ConversionError(
+                f"{layer.name}: gradient checkpointing runs it again in the backward pass, without the "
+                f"{'mask of padding' if lost else 'boundaries of packed sequences'} that the model was given; train "
+                "without checkpointing, or without padding and packing"
+            )
 
     def asks(self, switch: str) -> bool:
         """Whether the call asks for it, or the model's configuration where the call leaves it open."""
@@ -159,7 +193,10 @@ class ModelCall:
 
     def mask(self, tokens: int) -> Tensor | None:
         """bool [B, tokens], False where the newest tokens are padding, from the 2-D attention mask; None without."""
-        mask = self.arguments.get("attention_mask")
+        layer = current()
+        # Without a call of the model, as where gradient checkpointing runs a mixer again, its own mask counts.
+        given = layer.call.arguments if layer is not None and not self.arguments else self.arguments
+        mask = given.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] < tokens:
             return None
         return mask[:, mask.shape[1] - tokens :] != 0

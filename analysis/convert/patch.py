@@ -72,7 +72,8 @@ class Patches:
             ACTIVE.stack.append(layer)
 
         def after(*_: Any) -> None:
-            ACTIVE.stack.pop()
+            if ACTIVE.stack and ACTIVE.stack[-1] is layer:  # a call that was refused did not begin
+                ACTIVE.stack.pop()
 
         self.on_undo(layer.module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self.on_undo(layer.module.register_forward_hook(after, always_call=True).remove)
