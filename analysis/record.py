@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -138,13 +139,15 @@ def record(
         recording.bytes += size_of(trajectory)
         recording.entries.append(entry)
 
+    # A compiled model calls it as it is: torch cannot trace it. Without torch._dynamo nothing is compiled.
+    listener = torch.compiler.disable(listen) if "torch._dynamo" in sys.modules else listen
     for layer in chosen:
-        layer.listeners.append(listen)
+        layer.listeners.append(listener)
     try:
         yield recording
     finally:
         for layer in chosen:
-            layer.listeners.remove(listen)
+            layer.listeners.remove(listener)
 
 
 def size_of(trajectory: Trajectory) -> int:

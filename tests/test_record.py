@@ -3,8 +3,10 @@
 import convert_models as zoo
 import pytest
 import torch
+from torch import nn
 
 import dsf
+from dsf import mixers
 from dsf.analysis import measures, record
 from dsf.analysis.convert import Layer
 from dsf.analysis.record import RecordingError, size_of
@@ -243,3 +245,13 @@ def test_a_visitor_sees_every_run_and_nothing_is_kept():
     for entry, expected in zip(seen, kept, strict=True):
         assert (entry.layer, entry.call, entry.part) == (expected.layer, expected.call, expected.part)
         torch.testing.assert_close(entry.trajectory.transition.decay, expected.trajectory.transition.decay)
+
+
+def test_a_compiled_model_is_converted_within_and_torch_traces_no_recorder():
+    """The wrapper's forward has no names of arguments, and a traced recorder ended in an error of torch's."""
+    model = nn.Sequential(mixers.HGRN(4)).eval()
+    with dsf.convert(torch.compile(model, backend="eager")) as converted, record(converted) as recording:
+        assert converted.model is model and converted.layers[0].name == "0"
+        assert all(listener._torchdynamo_disable for listener in converted.layers[0].listeners)
+        model(torch.randn(1, 5, 4))
+    assert recording.trajectory("0").tokens == 5

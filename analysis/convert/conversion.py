@@ -40,8 +40,9 @@ CONVOLVED = "packed sequences and padding at the end are kept out of convolution
 class Converted:
     """A model whose mixers dsf runs.
 
-    model: the object that was given, changed in place. layers: the converted mixers; left_alone: those not converted,
-    with reasons. print(converted) shows the report. undo() restores the model; so does the end of a `with` block.
+    model: the object that was given, changed in place (of a compiled one, the model within). layers: the converted
+    mixers; left_alone: those not converted, with reasons. print(converted) shows the report. undo() restores the model;
+    so does the end of a `with` block.
     """
 
     def __init__(self, model: nn.Module, layers: list[Layer], left_alone: list[LeftAlone], patches: Patches) -> None:
@@ -116,6 +117,7 @@ def convert(model: nn.Module) -> Converted:
     already converted, and a model without a known mixer (naming the unknown ones).
     """
     _check(model)
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls it, hooks and all
     patches = Patches()
     try:
         return _converted(model, patches)
