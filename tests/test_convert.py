@@ -1,5 +1,6 @@
 """Converted models say what the originals say, in every way of calling them; where those are wrong, ours are right."""
 
+import copy
 import inspect
 import warnings
 from contextlib import contextmanager
@@ -484,6 +485,22 @@ def test_quantised_projections_are_used_as_they_are(ids):
     converted = dsf.convert(model)
     assert off(model(input_ids=ids).logits, expected) < 1e-4
     assert "quantised projections are used as they are" in str(converted)
+
+
+def test_a_part_of_torchs_attention_is_not_called_quantised():
+    """Its class is called NonDynamicallyQuantizableLinear."""
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), mixers.HGRN(8))
+    assert [x.type for x in dsf.convert(model).left_alone] == ["MultiheadAttention"]
+
+
+def test_copies_of_a_converted_model_are_refused(ids):
+    """Bloom's gave other logits, and others' were recorded as the original's."""
+    model = zoo.build("bloom")
+    expected = model(input_ids=ids).logits
+    refused = pytest.raises(ConversionError, match=r"a converted model cannot be copied: undo\(\) the conversion")
+    with dsf.convert(model), refused:
+        copy.deepcopy(model)
+    assert torch.equal(copy.deepcopy(model)(input_ids=ids).logits, expected)
 
 
 def test_torchs_fused_attention_is_left_alone():

@@ -37,6 +37,18 @@ LIMITED = "one-token steps limit the step size to time_step_limit as whole seque
 CONVOLVED = "packed sequences and padding at the end are kept out of convolution and state on every device"
 
 
+class _Mark:
+    """On every module of a converted model. A copy is refused: its hooks would be those of the original's layers, whose
+    calls its own mixers would not see.
+    """
+
+    def __deepcopy__(self, memo: Any) -> _Mark:
+        raise ConversionError("a converted model cannot be copied: undo() the conversion, copy, and convert each")
+
+
+_MARK = _Mark()
+
+
 class Converted:
     """A model whose mixers dsf runs.
 
@@ -156,7 +168,7 @@ def _converted(model: nn.Module, patches: Patches) -> Converted:
         layers.append(layer)
     _mend_methods(model, shared, patches)
     for module in model.modules():  # so that a part of it is refused, too
-        patches.attribute(module, "_dsf_converted", True)
+        patches.attribute(module, "_dsf_converted", _MARK)
     return Converted(model, layers, left, patches)
 
 

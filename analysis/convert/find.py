@@ -90,7 +90,7 @@ def _quantised(model: nn.Module) -> list[LeftAlone]:
     """One LeftAlone for each class of quantised layers: they keep running, also inside converted mixers."""
     classes: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if "quant" in type(module).__module__ or re.search(r"\dbit|Quant", type(module).__name__):
+        if "quant" in type(module).__module__ or re.search(r"\dbit|Quant(?!izable)", type(module).__name__):
             classes.setdefault(type(module).__name__, []).append(name)
     why = "quantised projections are used as they are; only what is between them runs in dsf"
     return [LeftAlone(f"{names[0]} and {len(names) - 1} more", cls, why) for cls, names in classes.items()]
