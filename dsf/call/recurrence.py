@@ -347,7 +347,8 @@ class Recurrence:
     def trajectory(self, /, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
         """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
 
-        initial_state: as in a call; only the trajectory's states depend on it. Softmax attention refuses one.
+        initial_state: as in a call; the trajectory's states depend on it, the first token's `prev`, and a readout that
+          is a solve, but no denominator. Softmax attention refuses one.
         Raises InputError as a call does, FormError where A acts on the Value axis.
         """
         if kwargs.pop("reverse", False):
