@@ -125,7 +125,9 @@ def test_bytes_have_no_exponents():
     assert nbytes(2**40) == "1 TiB"
 
 
-@pytest.mark.parametrize(("tokens", "text"), [(0.42, "0.42"), (12.3, "12"), (math.inf, "∞"), (3100, "3.1k")])
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(0.42, "0.42"), (12.3, "12"), (math.inf, "∞"), (math.nan, "–"), (3100, "3.1k")]
+)
 def test_durations_are_short(tokens, text):
     assert report.duration(tokens) == text
 

@@ -308,7 +308,7 @@ def _spectrum_words(record: MixerRecord) -> str:
     values, life = record.eigenvalues, record.half_life
     assert values is not None and life is not None
     median = life.percentiles.median
-    words = [f"half-life {duration(median)} tokens" if math.isfinite(median) else "half-life: never"]
+    words = ["half-life: never" if math.isinf(median) else f"half-life {duration(median)} tokens"]
     if values.share_one > 0.005:
         words.append(f"{values.share_one:.0%} exactly 1")
     if values.share_negative > 0.001:

@@ -145,7 +145,9 @@ def count(number: float) -> str:
 
 
 def duration(tokens: float) -> str:
-    """A short text of a number of tokens, which may be infinite: 0.4, 12, 3.1k, ∞."""
+    """A short text of a number of tokens, which may be infinite or nan: 0.4, 12, 3.1k, ∞, –."""
+    if math.isnan(tokens):
+        return "–"
     if math.isinf(tokens):
         return "∞"
     return f"{tokens:.2g}" if tokens < 10 else count(round(tokens))
