@@ -93,6 +93,22 @@ def test_a_gradient_asked_for_alone_is_the_same(recurrence):
         assert torch.equal(alone, expected), name
 
 
+@pytest.mark.parametrize("name", ["gla", "rwkv7"])
+def test_what_is_kept_may_come_back_contiguous(name):
+    """As from save_on_cpu(pin_memory=True), whose copies have strides of their own."""
+    recurrence = get(name).recurrence
+    given = {name: x.float().requires_grad_() for name, x in sample(recurrence, tokens=21).items()}
+
+    def gradients():
+        return torch.autograd.grad(recurrence(**given, backend="triton").square().sum(), list(given.values()))
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().contiguous().clone(), lambda x: x):
+        found = gradients()
+    for name, a, b in zip(given, found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("tokens", [48, 37])  # whole chunks, and a last one in part
 @pytest.mark.parametrize("name, states", [("deltanet", "two"), ("gated_deltanet", "plain")])
 def test_operands_in_two_terms_are_added_up(name, states, tokens, monkeypatch):

@@ -51,7 +51,7 @@ class _Call(matrix._Call):
         length, fine, none = self.chunks * self.tiles.chunk, 2 if self.fine else 1, self.empty(0)
         self.config = Across(**self.common, BK=self.key_block, LEVELS=self.levels, TERMS=self.terms.keys)
         blocks, rows = self.blocks, [
-            self.empty(self.batch, self.heads, length, self.n).transpose(1, 2) for _ in range(self.terms.keys)
+            self.empty(self.batch, self.heads, length, self.n) for _ in range(self.terms.keys)
         ]  # fmt: skip
         of, C, warps = (rows[0], rows[-1], self.chunk_table, self.measures), self.config, self.tiles.prepare_warps
         if kept:
@@ -65,7 +65,8 @@ class _Call(matrix._Call):
             launch(prepare_across, (self.chunks, self.lanes), self.struct(self.k), self.struct(g), running,
                    first_levels, *of, C=C, num_warps=warps)  # fmt: skip
         self.made = KeyRows(running, first_levels, none, rows[0], rows[0], none, rows[-1], none, states, passed)
-        self.running, self.first_levels, self.reads, self.writes = running, first_levels, rows[0], rows[0]
+        self.running, self.first_levels = running, first_levels
+        self.reads = self.writes = rows[0].transpose(1, 2)
         self.rest_of_reads = self.rest_of_writes = rows[-1]
 
     @property

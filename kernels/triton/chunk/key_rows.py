@@ -32,8 +32,7 @@ def room(call: _Call, keep: bool) -> KeyRows:
         return call.empty(*(shape if wanted else (0,)), dtype=dtype)
 
     def rows(wanted: bool = True) -> Tensor:
-        made = empty(call.batch, call.heads, chunks * chunk, n, wanted=wanted)
-        return made.transpose(1, 2) if wanted else made
+        return empty(call.batch, call.heads, chunks * chunk, n, wanted=wanted)
 
     return KeyRows(
         empty((2 if call.fine else 1) * call.lanes, chunks * chunk, n, dtype=torch.float32),

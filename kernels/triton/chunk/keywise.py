@@ -39,10 +39,10 @@ class KeyRows(NamedTuple):
     """What a call computes from its rows; tensors that are not needed are empty.
 
     running: G [B·H, chunks · L, N], in float32 calls as two numbers [2, ·]; first_levels [B·H, chunks]; scores
-    [B, T, H, L]; reads, writes, erased [B, T', H, N], in memory where all chunks of a head are contiguous; rest: the
-    rounding errors of scores (delta rules) or of reads. The forward walk fills: entries (v_new) [B, T, H, P · terms],
-    states [B, H, chunks, N, P], and passed, what each of several segments multiplies its first state by
-    [segments, B·H, ·].
+    [B, T, H, L]; reads, writes, erased [B, H, T', N]; rest: the rounding errors of scores (delta rules) or of reads.
+    The forward walk fills: entries (v_new) [B, T, H, P · terms], states [B, H, chunks, N, P], and passed, what each of
+    several segments multiplies its first state by [segments, B·H, ·]. All are contiguous: what saves tensors for
+    gradients elsewhere (torch.autograd.graph.save_on_cpu) may bring them back without the strides that they had.
     """
 
     running: Any

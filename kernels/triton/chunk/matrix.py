@@ -124,8 +124,8 @@ class _Call:
             self.made, left = (KeyRows(*ahead[:-1]), ahead[-1]) if ahead else prepared(self, g, kept is not None)
             self.system, self.rest_of_writes = left, self.made.rest if self.delta else left
         self.running, self.first_levels, self.scores = self.made.running, self.made.first_levels, self.made.scores
-        self.reads, self.writes, self.rest_of_reads = self.made.reads, self.made.writes, self.made.rest
-        self.erased = self.made.erased if self.delta else self.writes
+        self.reads, self.writes = (x.transpose(1, 2) for x in (self.made.reads, self.made.writes))
+        self.erased, self.rest_of_reads = self.made.erased if self.delta else self.writes, self.made.rest
 
     def ahead(self) -> list[Tensor]:
         """The prepared scalars, what each chunk adds to a normaliser, and the rows of decays that differ by key.
