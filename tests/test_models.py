@@ -1,5 +1,6 @@
 """dsf.models in torch alone: the model's law (whole, in pieces, one by one, packed), its configuration, its parts."""
 
+import copy
 import errno
 import math
 import threading
@@ -189,6 +190,21 @@ def test_gradients_go_through_the_states_of_checkpointed_blocks(mixers, options)
     model(ids[:, 4:], state=first.state).logits.square().sum().backward()
     for found, wanted in zip((p.grad for p in model.parameters()), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+
+
+def test_blocks_may_be_wrapped():
+    """As torch's tools wrap the layers of a model: they put a module of their own in a block's place."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, ids = CausalLM(tiny()).train(), ids_of()
+    wrapped = copy.deepcopy(plain)
+    for i, block in enumerate(plain.model.layers):
+        wrapped.model.layers[i] = checkpoint_wrapper(copy.deepcopy(block))
+    for model in (plain, wrapped):
+        model(ids, labels=ids).loss.backward()
+    for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert torch.equal(wrapped.generate(ids, 3), plain.generate(ids, 3))
 
 
 def test_weight_decay_leaves_rates_and_vectors_alone():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,8 @@ class Backbone(nn.Module):
             check_state(state, mixers, x.shape[0] if cu_seqlens is None else sequences_of(cu_seqlens))
         turns: dict[tuple[int, float], Turn] = {}
         after, late = [], None
-        whole = any(b._forward_hooks or (self.training and b.gradient_checkpointing) for b in blocks)
+        wrapped = not all(isinstance(b, Block) for b in blocks)
+        whole = wrapped or any(b._forward_hooks or (self.training and b.gradient_checkpointing) for b in blocks)
         open_ended = hidden is None and not whole and self.norm.sums(x)
         for i, block in enumerate(blocks):
             before = None if state is None else state.layers[i]
@@ -170,8 +171,7 @@ class Backbone(nn.Module):
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.layers:
-            assert isinstance(block, Block)
-            yield block
+            yield cast(Block, block)  # or what wraps one and answers for it (checkpoint_wrapper, torch.compile)
 
 
 def _hint(config: Any) -> str:
