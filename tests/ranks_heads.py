@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from structures import gated_delta, product
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -160,6 +160,7 @@ def refusals(mesh):
         lambda: share(nn.Sequential(M.GLA(32), M.SSD(24, headdim=16)), mesh),
         lambda: share(share(M.GLA(32), mesh), mesh),
         lambda: share(Own(32), mesh),
+        lambda: share(M.GLA(32), DeviceMesh("cpu", [1, 0])),
     ]
     found = []
     for call in calls:

@@ -26,12 +26,12 @@ def test_every_layer_of_the_zoo_is_tried():
 
 def test_what_ranks_cannot_share_is_refused_in_words(of_two):
     for _, refusals, *_ in of_two:
-        heads, kv, groups, channels, blocks, nothing, one, again, own, unplanned = refusals
+        heads, kv, groups, channels, blocks, nothing, one, again, own, falling, unplanned = refusals
         assert "GatedDeltaNet has n_heads=3, which 2 ranks cannot share evenly" in heads
         assert "n_kv_heads=1" in kv and "n_groups=3" in groups and "channels=5" in channels and "blocks=3" in blocks
         assert "Linear has no dsf mixer" in nothing and "SSD has n_heads=3" in one and "shared already" in again
         assert "Conv1d with parameters of its own" in unplanned
-        assert "Own does not say how its heads are cut" in own
+        assert "Own does not say how its heads are cut" in own and "whose ranks rise, got [1, 0]" in falling
 
 
 def test_parameters_without_memory_start_in_their_own_order(of_two):

@@ -24,6 +24,12 @@ def shard_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Share the heads of every layer in a model among the ranks of a mesh (`HeadShard`)."""
     if mesh.ndim != 1:
         raise InputError(f"HeadShard takes a mesh of one dimension, got {mesh.mesh_dim_names or mesh.ndim}")
+    ranks = mesh.mesh.tolist()
+    if ranks != sorted(ranks):  # torch's process groups sort them, and its DTensors go by either order
+        raise InputError(
+            f"HeadShard takes a mesh whose ranks rise, got {ranks}: torch stores and gathers a parameter's parts in "
+            "the order of the ranks, but places them in that of the mesh, so state dicts would mix up heads"
+        )
     for plan in check_heads(model, mesh.size()):  # errors are raised before anything is changed
         _share(plan, mesh)
     return model

@@ -45,7 +45,8 @@ class HeadShard(ParallelStyle):
 
     State dicts have the unsharded layer's names and order for any number of ranks. Apply it before FSDP, which may then
     shard further (`dsf.parallel.prepare`). Raises InputError, before any collective, for a module without layers, for a
-    layer without the method `cut`, and for heads, groups or channels that the ranks cannot share evenly.
+    layer without the method `cut`, for heads, groups or channels that the ranks cannot share evenly, and for a mesh
+    whose ranks do not rise.
     Source: Shoeybi et al. (arXiv 1909.08053), Section 3, for the two sums.
     """
 
