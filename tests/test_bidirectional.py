@@ -129,7 +129,7 @@ def test_what_they_refuse():
     layer = made("Hydra")
     x = torch.randn(1, 4, 16, dtype=torch.float64)
     with pytest.raises(dsf.InputError, match=r"Hydra: .* so there is no step"):
-        layer.step(x[:, 0])
+        layer.step(x[:, 0], in_place=True)
     with pytest.raises(dsf.InputError, match=r"VisionMamba: .* none goes on from a state"):
         made("VisionMamba")(x, state=object())
     for name in ("Hydra", "VisionLSTM"):

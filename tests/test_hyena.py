@@ -115,7 +115,7 @@ def test_hyena_refuses_steps_states_and_longer_sequences():
     with pytest.raises(TypeError, match="nonsense"):
         m(torch.randn(1, 3, 4), nonsense=1)
     with pytest.raises(FormError, match="Hyena has no step: its filters have a number of their own for every lag"):
-        m.step(torch.randn(1, 4))
+        m.step(torch.randn(1, 4), in_place=True)
     with pytest.raises(FormError, match="Hyena continues no state"):
         m(torch.randn(1, 3, 4), state=torch.zeros(1))
     with pytest.raises(InputError, match="9 tokens, but its filters are laid out on l_max = 8"):
