@@ -289,6 +289,16 @@ def test_caches_that_were_kept_stay_what_they_are_and_go_on_each_for_itself():
 
 
 @torch.no_grad()
+def test_a_cache_with_other_values_reads_these():
+    """Its keys still lie in memory with room behind them, beside the values as they were."""
+    q, k, v = torch.randn(3, 2, 9, 4, 8, dtype=torch.float64)
+    _, cache = softmax(q[:, :7], k[:, :7], v[:, :7], return_state=True)
+    _, cache = softmax(q[:, 7:8], k[:, 7:8], v[:, 7:8], initial_state=cache, return_state=True)
+    y, _ = softmax(q[:, 8:], k[:, 8:], v[:, 8:], initial_state=cache._replace(v=-cache.v), return_state=True)
+    assert_same(y, softmax(q, k, torch.cat([-v[:, :8], v[:, 8:]], 1))[:, 8:])
+
+
+@torch.no_grad()
 def test_rows_of_unequal_lengths_are_appended_each_at_its_end():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 7, 4, 8, dtype=torch.float64)
@@ -313,6 +323,18 @@ def test_gradients_go_through_a_cache_that_was_decoded_from():
     y, after = mixers.softmax_attention(q, leaf, v, initial_state=state, return_state=True)
     assert torch.autograd.grad(y.sum() + after.k.sum(), leaf)[0].abs().sum() > 0
     assert after.k.data_ptr() != state.k.data_ptr()
+
+
+def test_gradients_of_queries_alone_outlast_later_tokens():
+    """No key wants a gradient, and yet these must stay what they are until the queries' gradient is taken."""
+    q, k, v = torch.randn(3, 2, 9, 4, 8, dtype=torch.float64)
+    q.requires_grad_()
+    cache, found = None, []
+    for t in (slice(0, 7), slice(7, 8), slice(8, 9)):
+        y, cache = softmax(q[:, t], k[:, t], v[:, t], initial_state=cache, return_state=True)
+        found.append(y)
+    dq, expected = (torch.autograd.grad(y.square().sum(), q)[0] for y in (torch.cat(found, 1), softmax(q, k, v)))
+    assert_same(dq, expected)
 
 
 def test_a_second_thread_between_takes_memory_of_its_own(monkeypatch):
