@@ -272,6 +272,27 @@ def test_ragged_caches_continue_each_row():
         torch.testing.assert_close(y[row : row + 1], everything(**both)[:, -5:])
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("recurrence", [everything, forgetting], ids=lambda r: r.name)
+def test_packed_sequences_of_unequal_lengths_continue_ragged_caches(recurrence, grad):
+    """Padding of their batches is no token: without gradients, too, where other calls write into the caches' memory."""
+    parts, bounds = [drawn(recurrence, T, B=1) for T in (12, 7, 9)], ([0, 2, 12], [0, 3, 7], [0, 4, 9])
+    timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
+    params = {n: x for n, x in parts[0].items() if n not in timed}
+    cache, found = None, []
+    with torch.set_grad_enabled(grad):
+        for x, at in zip(parts, bounds, strict=True):
+            x |= params
+            y, cache = recurrence(**x, initial_state=cache, cu_seqlens=torch.tensor(at), return_state=True)
+            found.append(y)
+    assert cache.lengths.tolist() == [9, 19]
+    for row in (0, 1):
+        cut = [slice(*at[row : row + 2]) for at in bounds]
+        both = {n: torch.cat([x[n][:, c] for x, c in zip(parts, cut, strict=True)], 1) for n in timed}
+        y = torch.cat([y[:, c] for y, c in zip(found, cut, strict=True)], 1)
+        torch.testing.assert_close(y, recurrence(**both, **params))
+
+
 def token_of(recurrence, x, t):
     timed = {i.name for i in recurrence.spec.inputs if i.kind.time}
     return {n: z[:, t : t + 1] if n in timed else z for n, z in x.items()}
@@ -565,3 +586,11 @@ def unscaled(q: Key, k: Key, v: Value):
 def test_declarations_that_keys_and_values_cannot_hold(function, message):
     with pytest.raises(TraceError, match=message):
         dsf.recurrence(function)
+
+
+def test_angles_of_many_tokens_are_added_up_in_float64():
+    """A float32 sum of these has steps of 1e-3 radians at the end."""
+    x = drawn(everything, 2048, B=1, H=1, dtype=torch.float32)
+    x["t"] = 6 + 0.1 * x["t"]
+    wide = everything(**{n: z.double() for n, z in x.items()}, form="chunk")
+    torch.testing.assert_close(everything(**x, form="chunk"), wide.float(), rtol=1e-4, atol=1e-4)
