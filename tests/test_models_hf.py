@@ -94,6 +94,14 @@ def test_left_padding_touches_nothing(mixers):
         assert torch.equal(found[1, 12:], generated(model, wide[1:], **apart)[0, 12:])
 
 
+@torch.no_grad()
+def test_left_padding_predicts_no_first_token():
+    model, (ids, mask) = tiny(), left_padded(prompt())
+    loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    alone = [model(x, labels=x).loss * (x.shape[1] - 1) for x in (ids[:1, 3:], ids[1:])]
+    torch.testing.assert_close(loss, sum(alone) / (8 + 11))
+
+
 @pytest.mark.parametrize("mixers", [["gated_deltanet", "softmax_attention"], ["rg_lru"]], ids="+".join)
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_left_padding_touches_nothing_where_prompts_are_read_in_chunks(chunk, mixers):
@@ -209,6 +217,16 @@ def test_positions_separate_sequences_of_any_row_beside_a_mask_too(mixers, padde
 
 
 # Caches
+
+
+@torch.no_grad()
+def test_positions_that_begin_each_row_once_begin_no_second_sequence():
+    """As a loop of one's own gives them beside padding: the cache has a state for each row and no more."""
+    model, (ids, mask), token = tiny(), left_padded(prompt()), prompt(2, 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = [model(ids, attention_mask=mask, use_cache=True, **how) for how in ({}, {"position_ids": positions})]
+    assert torch.equal(*(x.logits for x in found))
+    assert torch.equal(*(model(token, past_key_values=getattr(x, hf.CACHE)).logits for x in found))
 
 
 @EACH
