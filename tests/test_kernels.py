@@ -299,6 +299,11 @@ def test_the_walk_has_every_gradient(corrected: bool, shared_total: bool) -> Non
 
     checked = inputs if corrected else (*inputs[:3], inputs[3].detach(), inputs[4])
     assert gradcheck(walk, checked)
+    found = walk(*checked)
+    given = [torch.randn_like(y) for y in found]
+    before = [g.clone() for g in given]
+    torch.autograd.grad(found, inputs[1:3], given)
+    assert all(torch.equal(g, b) for g, b in zip(given, before, strict=True))  # which others may read, too
 
 
 def problem(
