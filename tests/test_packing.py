@@ -173,6 +173,20 @@ def test_a_state_before_any_token_goes_on_as_nothing(recurrence):
         assert_same(recurrence.true_state(final, 2), recurrence.true_state(last, 2))
 
 
+@pytest.mark.parametrize("form", ["recurrent", "scan", "chunk", "kernel"])
+def test_running_maxima_begin_below_gains_of_any_size(form):
+    """A common factor of all gains cancels, however small, also where an empty sequence goes on."""
+    r, w, u = mixers.rwkv4, -torch.rand(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    states: list = [None, None]
+    for bounds in ([0, 2, 2, 5, 9], [0, 1, 4, 4, 9]):
+        k, v = torch.randn(2, 1, 9, 2, 3, dtype=torch.float64)
+        how, found = {"cu_seqlens": torch.tensor(bounds), "return_state": True, "form": form}, []
+        for place, less in enumerate((0.0, 1000.0)):
+            y, states[place] = r(k - less, v, w, u, initial_state=states[place], **how)
+            found.append(y)
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 def test_the_cache_of_an_empty_sequence_stays():
     softmax = next(r for r in structures.ALL if r.spec.is_softmax)
     _, cache = softmax(**structures.sample(softmax, B=3, T=4), return_state=True)
