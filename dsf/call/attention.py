@@ -256,7 +256,7 @@ def _extended(cache: KVCache | None, s: Summed, v: Tensor, counts: Tensor, windo
 def _ends(s: Summed, counts: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Each row's sum of log decays [B, Hb], its tokens' biases relative to the last one, and the last angle."""
     left = bias = angle = None
-    last = (counts - 1).clamp(min=0)
+    last = counts - 1
     if s.late is not None and s.early is not None:
         left = s.late.gather(2, last[:, None, None].expand(-1, s.late.shape[1], 1)).squeeze(-1)
         bias, left = (s.early + left.unsqueeze(-1)).to(s.a.dtype), left.to(s.a.dtype)
