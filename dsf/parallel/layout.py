@@ -149,8 +149,6 @@ class Packing:
     def is_fresh(self, number: int) -> bool:
         """Whether no sequence reaches through the fragment from before it to after it."""
         low, high = self.starts[number : number + 2]
-        if low == high:
-            return number == 0
         over = self._sequence_over(low)
         return over is None or self.bounds[over + 1] <= high
 
