@@ -187,6 +187,15 @@ def test_running_maxima_begin_below_gains_of_any_size(form):
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
+def test_what_was_packed_first_in_inference_mode_has_gradients_later():
+    layer, x = mixers.GatedDeltaNet(8, 2), torch.randn(1, 11, 8)
+    with torch.inference_mode():
+        expected, _ = layer(x, cu_seqlens=torch.tensor([0, 3, 3, 6, 11]))
+    y, _ = layer(x, cu_seqlens=torch.tensor([0, 3, 3, 6, 11]))
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+
+
 def test_the_cache_of_an_empty_sequence_stays():
     softmax = next(r for r in structures.ALL if r.spec.is_softmax)
     _, cache = softmax(**structures.sample(softmax, B=3, T=4), return_state=True)
