@@ -216,6 +216,19 @@ def test_inference_mode_may_begin_or_end_between_steps(modes):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("recurrence", [everything, forgetting], ids=lambda r: r.name)
+def test_autocast_outside_changes_nothing_in_steps_in_place(recurrence):
+    x, found = drawn(recurrence, 8, dtype=torch.float32), []
+    for on in (False, True):
+        state = recurrence(**part(recurrence, x, 0, 5), return_state=True)[1]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            for t in range(5, 8):
+                y, state = recurrence.step(state, **token(recurrence, x, t), in_place=True)
+        found.append(y)
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
 def test_watched_steps_find_the_first_bad_number():
     x = drawn(forgetting, 8)
     state = forgetting(**part(forgetting, x, 0, 5), return_state=True)[1]
