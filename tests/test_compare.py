@@ -110,6 +110,14 @@ def test_a_saved_comparison_is_drawn_again_as_it_was(result, page, tmp_path):
     assert Setup(**of_setup) == result.setup and engine.Protocol(**of_protocol) == result.protocol
 
 
+def test_a_repeated_comparison_leaves_the_models_of_the_first_alone(tmp_path):
+    """Its --save-weights would write other models over them, wherever the new --out is."""
+    file = tmp_path / "compare.json"
+    for schema, kept in (({"schema": "dsf.compare/2"}, {"seeds": 2}), ({}, {"seeds": 2, "keep": tmp_path})):
+        file.write_text(json.dumps({**schema, "protocol": {"seeds": 2, "keep": str(tmp_path)}}))
+        assert saved.settings(file) == ({}, kept)
+
+
 def test_half_lives_that_never_end_come_back_as_infinite(result, tmp_path):
     data = result.to_dict()
     data["mixers"][0]["half_life"]["percentiles"]["90"] = math.inf

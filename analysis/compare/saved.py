@@ -56,14 +56,16 @@ def _misfit(r: MixerRecord, windows: bool) -> str:
 def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of Setup and Protocol that a settings file names, or those of a compare.json, to repeat its run.
 
-    The file is JSON: {"setup": {"steps": 400, ...}, "protocol": {"seeds": 5, ...}}. Raises InputError for unknown
-    fields and for values of another type.
+    A compare.json's folder of weights is left out: those are its own models. The file is JSON: {"setup": {"steps": 400,
+    ...}, "protocol": {"seeds": 5, ...}}. Raises InputError for unknown fields and for values of another type.
     """
     data = read(path)
     kept = {"setup": data.get("setup", {}), "protocol": data.get("protocol", {})}
     unknown = data.keys() - kept.keys()
     if unknown and "schema" not in data:
         raise InputError(f"{path}: {', '.join(sorted(unknown))} is not known; expected setup and protocol")
+    if "schema" in data and isinstance(kept["protocol"], dict):
+        kept["protocol"] = {k: v for k, v in kept["protocol"].items() if k != "keep"}
     found = []
     for (name, given), kind in zip(kept.items(), KINDS, strict=True):
         if not isinstance(given, dict):
