@@ -81,7 +81,7 @@ def compare(
     if saved is not None:
         _draw_again(saved, out, png, as_json)
         return
-    of_setup, of_protocol = _of_file(config, size)
+    of_setup, of_protocol = _of_file(config)
     given = chosen(mixers, subjects or [], FAMILIES if thorough else FEW)
     find_all(given)
     usual = LONG if thorough else QUICK
@@ -137,14 +137,13 @@ def _draw_again(saved: Path, out: Path, png: bool, as_json: bool) -> None:
     _show(result, out, png, as_json, [out / "compare.html"])
 
 
-def _of_file(config: Path | None, size: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of Setup and Protocol that a settings file names; without the sizes where --size is given."""
+def _of_file(config: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of Setup and Protocol that a settings file names."""
     if config is None:
         return {}, {}
     from dsf.analysis.compare.saved import settings
 
-    of_setup, of_protocol = settings(config)
-    return {k: v for k, v in of_setup.items() if size is None or k not in SIZES}, of_protocol
+    return settings(config)
 
 
 def chosen(mixers: str | None, subjects: list[str], otherwise: Sequence[str]) -> list[str]:
@@ -166,7 +165,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _setup(size: str | None, **options: Any) -> Setup:
-    """The Setup of these options, with sizes from a text NAME=VALUE,... Raises InputError."""
+    """The Setup of these options, but for the sizes of a text NAME=VALUE,... Raises InputError."""
     known = [f.name for f in fields(Setup) if f.name in SIZES]
     sizes: dict[str, int] = {}
     for part in filter(None, (x.strip() for x in (size or "").split(","))):
@@ -175,9 +174,9 @@ def _setup(size: str | None, **options: Any) -> Setup:
             raise InputError(f"--size {part!r}: expected NAME=VALUE with a positive number, NAME of {', '.join(known)}")
         sizes[name] = int(value)
     if sizes.keys() & {"d_model", "n_heads"}:  # heads share the width, unless told
-        d_model = sizes.get("d_model", Setup.d_model)
-        divisors = (n for n in heads_to_try(d_model, Setup.n_heads, WIDEST) if d_model % n == 0)
-        width = d_model // sizes.setdefault("n_heads", next(divisors, Setup.n_heads))
+        d_model, heads = (sizes.get(x, options.get(x, getattr(Setup, x))) for x in ("d_model", "n_heads"))
+        divisors = (n for n in heads_to_try(d_model, heads, WIDEST) if d_model % n == 0)
+        width = d_model // sizes.setdefault("n_heads", next(divisors, heads))
         sizes = {"d_state": max(1, width), "headdim": max(1, width), **sizes}
     return Setup(**{**options, **sizes})
 

@@ -524,3 +524,19 @@ def test_heads_of_a_wider_comparison_are_as_narrow_as_layers_make_them(size, hea
 
     setup = _setup(size)
     assert (setup.n_heads, setup.d_state, setup.headdim) == (heads, width, width)
+
+
+@pytest.mark.parametrize(
+    ("size", "changed"),
+    [
+        ("batch=3", {"batch": 3}),
+        ("n_heads=4", {"n_heads": 4, "d_state": 24, "headdim": 24}),
+        ("d_model=64", {"d_model": 64, "d_state": 8, "headdim": 8}),
+        ("d_model=64,d_state=5", {"d_model": 64, "d_state": 5, "headdim": 8}),
+    ],
+)
+def test_sizes_of_the_line_leave_the_other_sizes_of_a_settings_file(size, changed):
+    from dsf.analysis._cli_compare import _setup
+
+    before = {"d_model": 96, "layers": 1, "n_heads": 8, "d_state": 10, "headdim": 12, "seq": 64, "steps": 2}
+    assert _setup(size, **before) == _setup("", **{**before, **changed})
