@@ -261,14 +261,19 @@ def first_of(found: Any) -> Tensor:
 
 
 def rates(sizes: Sizes) -> tuple[float, float]:
-    """(GB/s of a large copy, read and written; TFLOP/s of a large product) of this device and dtype."""
+    """(GB/s of a large copy, read and written; TFLOP/s of a large product) of this device and dtype.
+
+    On a CPU the product is in float32 where that is faster: many have no products of 16 bits, and no call is so slow.
+    """
     dtype, cpu = DTYPES[sizes.dtype], sizes.device == "cpu"
     x = torch.zeros(2**24 if cpu else 2**28, device=sizes.device)
     y = torch.zeros_like(x)
     copy = 2 * x.nbytes / median(lambda: y.copy_(x), sizes.device, 0.2) / 1e6
     side_ = 512 if cpu else 8192
-    m = torch.randn(side_, side_, device=sizes.device, dtype=dtype)
-    return copy, 2 * side_**3 / median(lambda: m @ m, sizes.device, 0.2) / 1e9
+    kinds = {dtype, torch.promote_types(dtype, torch.float32)} if cpu else {dtype}
+    whole = [torch.randn(side_, side_, device=sizes.device, dtype=kind) for kind in kinds]
+    product = min(median(partial(torch.matmul, m, m), sizes.device, 0.2) for m in whole)
+    return copy, 2 * side_**3 / product / 1e9
 
 
 @contextmanager

@@ -36,6 +36,17 @@ def test_what_forward_keeps_is_counted_once_and_without_what_was_there():
     assert kept.bytes == y.untyped_storage().nbytes() and z.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("dtype", "taken"), [("float64", torch.float64), ("float32", torch.float32), ("bfloat16", torch.float32)]
+)
+def test_the_floor_is_of_the_faster_product(monkeypatch, dtype, taken):
+    """Else calls in bfloat16 took less than their floor on CPUs that have no such products."""
+    ms = {torch.float64: 4.0, torch.float32: 2.0, torch.bfloat16: 40.0}
+    monkeypatch.setattr(engine, "median", lambda call, device, seconds: ms[call().dtype])
+    product = engine.rates(SMALL.model_copy(update={"dtype": dtype}))[1]
+    assert product == 2 * 512**3 / ms[taken] / 1e9
+
+
 def test_a_peer_that_refuses_is_a_row_that_says_so(monkeypatch):
     from dsf.analysis import peers
 
