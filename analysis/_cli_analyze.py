@@ -126,7 +126,7 @@ def device_of(given: str) -> str:
     """
     if given == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if given.partition(":")[0] not in ("cpu", "cuda"):
+    if given != "cpu" and given.partition(":")[0] != "cuda":
         raise InputError(f"--device {given!r}: expected cpu or cuda")
     if given != "cpu" and not torch.cuda.is_available():
         raise InputError(f"--device {given}: there is no CUDA GPU here; `dsf doctor` says what there is")

@@ -378,6 +378,7 @@ def test_a_file_that_holds_no_recurrence_is_one_clear_line(tmp_path, source, fun
         ),
         (("compare", "s6", "--device", "tpu"), "expected cpu or cuda"),
         (("bench", "s6", "--device", "tpu"), "expected cpu or cuda"),
+        (("bench", "s6", "--device", "cpu:0"), "expected cpu or cuda"),
         (("compare", "--from", "nowhere.json"), "nowhere.json: cannot be read"),
         (("compare", "s6", "--config", "nowhere.json"), "nowhere.json: cannot be read"),
         (("compare", "s6", "--save-weights", "--rates", "0"), "expected different positive numbers"),
