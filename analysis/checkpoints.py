@@ -42,7 +42,7 @@ def last_checkpoint(out: Path, identity: dict[str, Any], resume: bool) -> Path |
     if changed and before.get("model") == identity.get("model"):
         raise InputError(f"--resume: {changed[0]} has changed since the run in {out} began; give another --out")
     for field, value in identity.items():
-        if before.get(field) != value:
+        if before.get(field) != value and (field != "encoding" or field in before):  # earlier runs do not say theirs
             old, new = _difference(before.get(field), value)
             raise InputError(
                 f"--resume: the run in {out} has another {field}{old}, and not{new}; its checkpoint does not fit"
@@ -78,4 +78,4 @@ def _difference(before: Any, now: Any) -> tuple[str, str]:
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(k for k in now if before.get(k) != now[k])
         return f" ({key} = {before.get(key)})", f" {key} = {now[key]}"
-    return (" text", " this one") if isinstance(now, str) and len(now) == 64 else (f" ({before})", f" {now}")
+    return ("", " this one") if isinstance(now, str) and len(now) == 64 else (f" ({before})", f" {now}")

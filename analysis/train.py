@@ -74,7 +74,7 @@ class Run:
 
 class Identity(Record):
     """What must be equal for a checkpoint to fit a run. text, sources: SHA-256 of the text, and of the files of the
-    user's recurrences, by their places in the run's folder.
+    user's recurrences, by their places in the run's folder. encoding: of the text's tokens by a folder's tokenizer.
     """
 
     model: dict[str, JsonValue]
@@ -87,6 +87,7 @@ class Identity(Record):
     bf16: bool
     tokenizer: str
     sources: dict[str, str] | None = None
+    encoding: str | None = None
 
 
 class Begun(File):
@@ -195,6 +196,8 @@ def prepare(run: Run, resume: bool) -> Prepared:
         model=config.model_dump(mode="json"), text=hashlib.sha256(data).hexdigest(), steps=run.steps, batch=run.batch,
         seq=run.seq, seed=run.seed, lr=run.lr or RATES[run.size], bf16=run.bf16, tokenizer=run.tokenizer,
     )  # fmt: skip
+    if run.tokenizer != "bytes":
+        identity.encoding = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     if sources := _sources(config):
         identity.sources = {place: hashlib.sha256(file.read_bytes()).hexdigest() for place, file in sources.items()}
     generator = torch.Generator().manual_seed(run.seed)

@@ -284,6 +284,28 @@ def test_bad_input_is_refused_before_work(folder, more, words):
     assert not (folder / "run").exists()
 
 
+def test_a_run_does_not_go_on_with_another_tokenizer_in_the_same_folder(folder):
+    """Its tokens would be others, in a vocabulary of the same size."""
+    saved = json.loads(engine.byte_tokenizer().backend_tokenizer.to_str())
+    engine.byte_tokenizer().save_pretrained("tokenizer")
+
+    def prepared(shift, resume=True):
+        saved["model"]["vocab"] = {letter: (i + shift) % 256 for i, letter in enumerate(engine._byte_letters())}
+        (folder / "tokenizer/tokenizer.json").write_text(json.dumps(saved))
+        run = engine.Run("ssd", folder / "run", folder / "text.txt", steps=1, seq=16, tokenizer="tokenizer")
+        return engine.prepare(run, resume).identity.to_dict()
+
+    before = prepared(1, resume=False)
+    (folder / "run").mkdir()
+    (folder / "run/train.json").write_text(json.dumps({"identity": before}))
+    assert prepared(1) == before
+    with pytest.raises(dsf.InputError, match="has another encoding, and not this one"):
+        prepared(2)
+    del before["encoding"]  # as runs of earlier releases
+    (folder / "run/train.json").write_text(json.dumps({"identity": before}))
+    prepared(2)
+
+
 def test_a_folder_with_another_run_is_refused(folder):
     assert command(folder, steps=1).exit_code == 0
     assert "--resume goes on with it" in command(folder, steps=1).stderr
@@ -291,7 +313,7 @@ def test_a_folder_with_another_run_is_refused(folder):
     assert "another model (mixers" in other and "does not fit" in other
     assert "another steps (1), and not 2" in command(folder, "--resume", steps=2).stderr
     (folder / "text.txt").write_text(TEXT + "more")
-    assert "another text" in command(folder, "--resume", steps=1).stderr
+    assert "has another text, and not this one" in command(folder, "--resume", steps=1).stderr
     (folder / "text.txt").write_text(TEXT)
     (folder / "own.py").write_text(OWN.replace("sigmoid(a) *", "sigmoid(a + 1) *"))
     assert "own.py has changed since the run in run began" in command(folder, "--resume", steps=1).stderr
