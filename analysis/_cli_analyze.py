@@ -74,6 +74,13 @@ def run(model: str, text: Path | None, choice: Choice) -> Analysis:
             raise RecordingError(str(error).replace("raise limit=", "raise --memory")) from error
 
 
+def drawn_alone(saved: Path, **others: Any) -> None:
+    """Raise InputError for options that say what to measure, beside --from, which measures nothing."""
+    given = ["names" if name == "names" else f"--{name.replace('_', '-')}" for name, x in others.items() if x]
+    if given:
+        raise InputError(f"--from draws what {saved} holds, so that it takes no {' and no '.join(given)}")
+
+
 def write(analysis: Analysis, out: Path, pictures: Path | None) -> list[str]:
     """Write the page, the JSON beside it and the pictures; returns a line for each kind."""
     from dsf.analysis.analyze.page import Report

@@ -79,6 +79,10 @@ def compare(
 
     require_matplotlib()
     if saved is not None:
+        numbers = {"steps": steps, "recall": recall, "seeds": seeds, "seed": seed, "papers": papers, "bare": bare}
+        others = {"text": text, "thorough": thorough, "rates": rates, "size": size, "device": device, "config": config}
+        others |= {name: x is not None for name, x in numbers.items()} | {"save_weights": save_weights}
+        _cli_analyze.drawn_alone(saved, names=subjects, mixers=mixers, **others, workers=workers)
         _draw_again(saved, out, png, as_json)
         return
     of_setup, of_protocol = _of_file(config)
