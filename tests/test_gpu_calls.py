@@ -3,7 +3,7 @@
 import pytest
 import torch
 from matrix_family import UNSEEN
-from mixer_inputs import RANGES
+from mixer_inputs import RANGES, sample
 from step_family import assert_same, decode
 from structures import normalised, normalised_product, stabilised_delta
 from test_gpu_matrix import state_of
@@ -55,6 +55,22 @@ def test_a_training_call_compiles_whole(name):
     plain, whole = gradients(loss, given), gradients(torch.compile(loss, fullgraph=True), given)
     for a, b in zip(whole, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("recurrence", [e.recurrence for e in mixers.ZOO], ids=lambda r: r.name)
+def test_what_is_kept_may_lie_on_the_cpu(recurrence):
+    """It comes back contiguous, whatever strides it had."""
+    given = {n: x.float().cuda().requires_grad_() for n, x in sample(recurrence, tokens=130).items()}
+
+    def loss(*inputs):
+        return recurrence(*inputs).square().mean()
+
+    expected = gradients(loss, given)
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = loss(*given.values())
+    found = torch.autograd.grad(y, list(given.values()), materialize_grads=True)
+    for name, a, b in zip(given, found, expected, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm(), name
 
 
 @pytest.mark.parametrize("name", [*NAMES, "linear_attention", "kda", "delta_product", "longhorn", "rg_lru"])
