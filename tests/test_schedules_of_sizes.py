@@ -73,8 +73,8 @@ def watch(monkeypatch):
     return found
 
 
-def inputs(recurrence, tokens, heads=1):
-    sizes = {"B": 1, "T": tokens, "H": heads, "N": 16, "N/2": 8, "P": 16}
+def inputs(recurrence, tokens, heads=1, batch=1):
+    sizes = {"B": batch, "T": tokens, "H": heads, "N": 16, "N/2": 8, "P": 16}
     found = {}
     for i in recurrence.spec.inputs:
         shape = [sizes.get(a, i.kind.steps or 1) for a in i.kind.layout()]
@@ -98,9 +98,21 @@ def test_every_length(name, watch):
     assert all(x.left for x in operators._templates.kept.values())  # there is nothing that symbols cannot say
 
 
-@pytest.mark.parametrize("name, most", [("s6", 3), ("rg_lru", 2), ("gated_deltanet", 2)])
-def test_graphs_of_compiled_calls_hold_for_many_lengths(name, most, watch):
-    """S6's third length was an error: torch compares no truth that depends on a length with one that does not."""
+LENGTHS_OF_GRAPHS, BATCHES_OF_GRAPHS = [(1, 130), (1, 200), (1, 333)], [(4, 70), (3, 70), (8, 70)]
+
+
+@pytest.mark.parametrize(
+    "name, shapes, most",
+    [
+        ("s6", LENGTHS_OF_GRAPHS, 3),
+        ("rg_lru", LENGTHS_OF_GRAPHS, 2),
+        ("gated_deltanet", LENGTHS_OF_GRAPHS, 2),
+        ("gated_deltanet", BATCHES_OF_GRAPHS, 2),
+    ],
+)
+def test_graphs_of_compiled_calls_hold_for_other_sizes(name, shapes, most, watch):
+    """S6's third length was an error, since torch compares no truth that depends on a length with one that does not.
+    Each batch size had a graph."""
     torch.compiler.reset()
     graphs = []
 
@@ -110,8 +122,8 @@ def test_graphs_of_compiled_calls_hold_for_many_lengths(name, most, watch):
 
     recurrence = mixers.get(name).recurrence
     compiled = torch.compile(lambda **x: recurrence(**x, backend="triton"), fullgraph=True, backend=counted)
-    for tokens in (130, 200, 333):
-        x = inputs(recurrence, tokens)
+    for batch, tokens in shapes:
+        x = inputs(recurrence, tokens, batch=batch)
         y = compiled(**x)
         torch.autograd.grad(y, list(x.values()), y, allow_unused=True)
     assert len(graphs) <= most

@@ -115,6 +115,7 @@ def run_matrix(
     if channels(spec, bound.sizes.p) < bound.sizes.p:
         return _by_channels(spec, bound, timed, state, bounds)
     from dsf.kernels.triton.chunk.operator import matrix_mixer
+    from dsf.kernels.triton.sizes import bases
 
     _, name = program_of(spec)
     check_packed(spec, bounds)
@@ -125,7 +126,7 @@ def run_matrix(
         names = [i.name for i in spec.inputs]
         marks = {name: x for name, x in bound.turns.marks.items() if name in names}  # a readout's run takes its own
         turns = [None, bound.turns.border, list(marks.values()), [names.index(x) for x in marks]]
-    for first in range(0, batch, together):
+    for first in bases(0, batch, together):
         part = slice(first, first + together)
         rows = timed if together >= batch else {entry: x[part] for entry, x in timed.items()}
         start = state if state is None or together >= batch else state[part]
