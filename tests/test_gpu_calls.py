@@ -58,19 +58,8 @@ def test_a_training_call_compiles_whole(name):
 
 
 KEPT = [
-    "hgrn2",
-    "rwkv6",
-    "s4d",
-    "h3",
-    "kda",
-    "mamba3",
-    "mesanet",
-    "delta_product",
-    "longhorn",
-    "rg_lru",
-    "fox",
-    "rwkv4",
-]
+    "hgrn2", "rwkv6", "s4d", "h3", "kda", "mamba3", "mesanet", "delta_product", "longhorn", "rg_lru", "fox", "rwkv4",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recurrence", [mixers.get(name).recurrence for name in [*NAMES, *KEPT]], ids=lambda r: r.name)

@@ -206,12 +206,8 @@ def test_attention_is_captured_and_captured_anew_where_its_memory_doubles(mixers
 
 
 MIXED = [
-    ["gated_deltanet", "softmax_attention"],
-    ["mlstm", "rg_lru"],
-    ["ssd", "fox"],
-    ["s6", "mamba3"],
-    ["kda", "rwkv7"],
-]
+    ["gated_deltanet", "softmax_attention"], ["mlstm", "rg_lru"], ["ssd", "fox"], ["s6", "mamba3"], ["kda", "rwkv7"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
