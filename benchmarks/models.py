@@ -245,7 +245,7 @@ def check(options, record, background, job):
 
 def whose(row):
     """Whose model a row of training or decoding is of, and how it trains."""
-    return row.get("who", "") + ", graph" * row.get("graphed", False)
+    return row.get("who", "") + ", graph" * row.get("graphed", False) + ", compiled" * row.get("compile", False)
 
 
 def table(data):

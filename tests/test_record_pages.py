@@ -22,7 +22,8 @@ MAKERS = {  # else the script of the record's name
     "gpu_matrix": "gpu_page", "layers": "layers_page", "parallel": "parallel_page",
     "parallel_2_h200": "parallel_page", "parallel_2_layers": "parallel_page", "parallel_4_h200": "parallel_page",
     "parallel_4_projected": "parallel_page",
-    "models_h200": "models", "models_short": "models", "beside_scans": "beside", "beside_tiny": "beside",
+    "models_h200": "models", "models_short": "models", "models_compiled": "models",
+    "beside_scans": "beside", "beside_tiny": "beside",
     "hybrid_2": "hybrid", "hybrid_4_8k": "hybrid", "hybrid_4_8k_graphed": "hybrid",
     "hybrid_4_32k": "hybrid", "hybrid_4_128k": "hybrid", "last_tokens_decays": "last_tokens",
 }  # fmt: skip
