@@ -77,7 +77,7 @@ class BothWays(Owner, Divided):
         @called_as(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def step(self, x: Tensor, state: None = None, **_: Any) -> tuple[Tensor, None]:
+    def step(self, x: Tensor, state: None = None, *, in_place: bool = False) -> tuple[Tensor, None]:
         """Raises InputError: the first output depends on the last token."""
         raise InputError(
             f"{type(self).__name__}: it reads its sequences in both directions, so there is no step; call it on the "

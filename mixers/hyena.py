@@ -160,7 +160,7 @@ class Hyena(Owner):
         @called_as(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def step(self, x: Tensor, state: Any = None, **_: Any) -> NoReturn:
+    def step(self, x: Tensor, state: Any = None, *, in_place: bool = False) -> NoReturn:
         """Raises FormError."""
         self._refuse("has no step")
 
