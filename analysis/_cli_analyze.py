@@ -75,8 +75,9 @@ def run(model: str, text: Path | None, choice: Choice) -> Analysis:
 
 
 def drawn_alone(saved: Path, **others: Any) -> None:
-    """Raise InputError for options that say what to measure, beside --from, which measures nothing."""
-    given = ["names" if name == "names" else f"--{name.replace('_', '-')}" for name, x in others.items() if x]
+    """Raise InputError for what says what to measure and is not None, beside --from, which measures nothing."""
+    words = ["names" if name == "names" else f"--{name.replace('_', '-')}" for name in others]
+    given = [word for word, x in zip(words, others.values(), strict=True) if x is not None]
     if given:
         raise InputError(f"--from draws what {saved} holds, so that it takes no {' and no '.join(given)}")
 

@@ -295,8 +295,8 @@ def analyze(
 ) -> None:
     """Run a trained model's mixers as recurrences on a text; report what each remembers, looks at and keeps."""
     if saved is not None and model is None:
-        others = {"text": text, "tokens": tokens != Choice.tokens, "layers": layers, "heads": heads}
-        _cli_analyze.drawn_alone(saved, **others, memory=gib is not None)
+        asked = None if tokens == Choice.tokens else tokens
+        _cli_analyze.drawn_alone(saved, text=text, tokens=asked, layers=layers, heads=heads, memory=gib)
     choice = Choice(tokens, layers, _cli_analyze.heads_of(heads), gib)
     out = _cli_analyze.out_file(out)
     pictures = None if png is None else _cli_analyze.folder(png, "--png")

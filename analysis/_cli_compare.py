@@ -79,10 +79,11 @@ def compare(
 
     require_matplotlib()
     if saved is not None:
-        numbers = {"steps": steps, "recall": recall, "seeds": seeds, "seed": seed, "papers": papers, "bare": bare}
-        others = {"text": text, "thorough": thorough, "rates": rates, "size": size, "device": device, "config": config}
-        others |= {name: x is not None for name, x in numbers.items()} | {"save_weights": save_weights}
-        _cli_analyze.drawn_alone(saved, names=subjects, mixers=mixers, **others, workers=workers)
+        _cli_analyze.drawn_alone(
+            saved, names=subjects or None, mixers=mixers, text=text, thorough=thorough or None, rates=rates, size=size,
+            device=device, config=config, steps=steps, recall=recall, seeds=seeds, seed=seed, papers=papers, bare=bare,
+            save_weights=save_weights or None, workers=workers,
+        )  # fmt: skip
         _draw_again(saved, out, png, as_json)
         return
     of_setup, of_protocol = _of_file(config)

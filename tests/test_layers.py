@@ -449,7 +449,9 @@ def test_empty_sequences_in_a_packed_row_keep_their_state(name):
             if begin < end:
                 expected, alone[i] = layer(x[:, begin:end], alone[i])
                 torch.testing.assert_close(y[:, begin:end], expected, rtol=1e-9, atol=1e-9)
-            for got, wanted in zip(state, alone[i] or (), strict=alone[i] is not None):
+            if alone[i] is None:
+                continue
+            for got, wanted in zip(state, alone[i], strict=True):
                 counted = name == "rg_lru" and wanted is None  # by packed calls alone
                 assert (got is None) == (wanted is None) or counted
                 if got is not None and not counted:

@@ -154,32 +154,37 @@ class Layer:
             listener(self, run)
 
 
+def _mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """The mask of padding [B, T] among a call's arguments; None without, and for a mask of another kind."""
+    mask = arguments.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
 class ModelCall:
     """The arguments of the model's forward, of which its mixers receive a part. config: the model's, or None.
 
-    padded, packed: whether the last call that may have a backward pass had padding, and several sequences in a row.
+    last_mask, packed: of the last call that may have a backward pass, and whether it had several sequences in a row.
     """
 
     def __init__(self, config: Any = None) -> None:
         self.arguments: dict[str, Any] = {}
         self.config = config
-        self.padded = self.packed = False
+        self.last_mask: Tensor | None = None
+        self.packed = False
 
     def end(self) -> None:
         """Forget the call's arguments."""
         if torch.is_grad_enabled():
-            mask = self.arguments.get("attention_mask")
-            self.padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all())
+            self.last_mask = _mask_of(self.arguments)
             self.packed = boundaries(self.arguments) is not None
         self.arguments = {}
 
     def check_again(self, layer: Layer) -> None:
         """Refuse a run without a call of the model that lacks the mask or the boundaries that the call had."""
-        if self.arguments or not (self.padded or self.packed) or torch._C._current_graph_task_id() == -1:
+        if self.arguments or torch._C._current_graph_task_id() == -1:
             return
-        own = layer.call.arguments.get("attention_mask")
-        here = layer.recurrence.spec.is_attention or (isinstance(own, Tensor) and own.dim() == 2)
-        lost = self.padded and not here
+        here = layer.recurrence.spec.is_attention or _mask_of(layer.call.arguments) is not None
+        lost = self.last_mask is not None and not here and not bool((self.last_mask != 0).all())
         if lost or (self.packed and layer.call.cu_seqlens is None):
             raise ConversionError(
                 f"{layer.name}: gradient checkpointing runs it again in the backward pass, without the "
@@ -196,8 +201,8 @@ class ModelCall:
         layer = current()
         # Without a call of the model, as where gradient checkpointing runs a mixer again, its own mask counts.
         given = layer.call.arguments if layer is not None and not self.arguments else self.arguments
-        mask = given.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] < tokens:
+        mask = _mask_of(given)
+        if mask is None or mask.shape[1] < tokens:
             return None
         return mask[:, mask.shape[1] - tokens :] != 0
 

@@ -102,7 +102,7 @@ class Hole:
 
     def by_entry(self, s: Sizes) -> bool:
         """True where kernels by entry can run: independent entries, and inputs within 32-bit offsets."""
-        return self.separable and s.n > 1 and bool(s.n * (s.tokens + ALIGNED) < 1 << 31)  # no symbol: it is compared
+        return self.separable and s.n > 1 and bool(s.n * (s.tokens + ALIGNED) < 1 << 31)  # no symbol, which == refuses
 
 
 HOLES: Registry[Hole] = Registry("hole")
@@ -281,8 +281,7 @@ def summed(
     if go.tile.G * go.tile.stages > 1:  # wide tiles without runs, which would need one more scan
         t = tile(FORWARD if given.dy is None else ADJOINT, go.sizes.n, go.sizes.p)
         go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    fine = finer(go.segments + int(whole), go.span, go.blocks * go.sizes.rows, go.tile, SUMMARIES, like.device)
-    count, span, origin = _places(go, fine, given, whole)
+    count, span, origin = _places(go, SUMMARIES, given, whole, like.device)
     local, product = go.states(like, count), go.states(like, count)
     start(
         summaries, (go.grid[0] // go.segments * (count - 1),),
@@ -291,11 +290,13 @@ def summed(
     return go, local, product
 
 
-def _places(go: Launch, fine: int, given: Cotangents, whole: bool) -> tuple[int, int, int]:
-    """(pieces + 1, tokens a piece, origin) of `summaries`."""
+def _places(go: Launch, warps: int, given: Cotangents, whole: bool, device: torch.device) -> tuple[int, int, int]:
+    """(pieces + 1, tokens a piece, origin) of `summaries` with `warps` warps a processor."""
+    segments = go.segments + int(whole)  # a number: before torch 2.13 its symbols cannot add a truth
+    fine = finer(segments, go.span, go.blocks * go.sizes.rows, go.tile, warps, device)
     span = go.span // fine
     origin = 0 if given.dy is None else (0 if whole else go.span) - span
-    return (go.segments - int(not whole)) * fine + 1, span, origin
+    return (segments - 1) * fine + 1, span, origin
 
 
 def _summed_by_entry(
@@ -304,8 +305,7 @@ def _summed_by_entry(
     """`summed` by entry."""
     t = by_entry(go.sizes.p)
     go = replace(go, tile=t, blocks=-(-go.sizes.p // t.BP))
-    fine = finer(go.segments + int(whole), go.span, go.blocks * go.sizes.rows, t, ENOUGH, like.device)
-    count, span, origin = _places(go, fine, given, whole)
+    count, span, origin = _places(go, ENOUGH, given, whole, like.device)
     local, products = go.states(like, count).zero_(), go.states(like, count).fill_(1.0)
     programs = go.blocks * go.sizes.rows * (count - 1)
     parts = shares(go.sizes.n, programs, like.device)
