@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -221,13 +222,16 @@ def _gpus() -> list[Gpu]:
 
 
 def _backends(place: str, step: Step) -> list[Probed]:
-    """A record for each probe on each backend of a device; a single one for a backend that cannot run there."""
+    """A record for each probe on each backend of a device; a single one for a backend that cannot run there.
+
+    On a GPU all probes of a backend at a time, since most of the time goes into compiling and loading kernels.
+    """
     records: list[Probed] = []
     for backend in ("torch", "triton"):
-        found = []
-        for name in INTERPRETED if backend == "triton" and place == "cpu" else PROBES:
-            step(f"{name} on {backend}, {place}")
-            found.append(_probe(name, backend, place))
+        names = INTERPRETED if backend == "triton" and place == "cpu" else PROBES
+        step(f"{', '.join(names)} on {backend}, {place}")
+        with ThreadPoolExecutor(1 if place == "cpu" else len(names)) as threads:
+            found = list(threads.map(partial(_probe, backend=backend, place=place), names))
         same = all(x.status == REFUSED for x in found) and len({x.why for x in found}) == 1
         records += [found[0].model_copy(update={"probe": "all"})] if same else found
     return records

@@ -121,8 +121,9 @@ def extend(
     """
     before = 0 if cache is None else cache.k.shape[2]
     if cache is None and (window is None or k.shape[2] <= window):
-        return KVCache(k, v, counts, bias, angle)
-    old = cache or KVCache(k[:, :, :0], v[:, :, :0], torch.zeros_like(counts), None if bias is None else bias[:, :, :0])
+        return KVCache(k, v, counts, bias, angle, None)
+    none = None if bias is None else bias[:, :, :0]
+    old = cache or KVCache(k[:, :, :0], v[:, :, :0], torch.zeros_like(counts), none, None, None)
     total = before + k.shape[2]
     held = old.lengths if window is None else old.lengths.clamp(max=window)
     keep = int((held + counts).max()) if window is None else min(total, window)
@@ -138,7 +139,7 @@ def extend(
     lengths = old.lengths + counts
     if bias is not None and old.bias is not None:
         bias = put(old.bias if left is None else old.bias + left.unsqueeze(-1), bias)
-    return KVCache(put(old.k, k), put(old.v, v), lengths, bias, angle)
+    return KVCache(put(old.k, k), put(old.v, v), lengths, bias, angle, None)
 
 
 class _Room(NamedTuple):
@@ -191,7 +192,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
     for whole, fresh in zip(found, (k, v), strict=True):
         write_behind(whole, fresh.to(whole.dtype), cache)
     gone = 0 if window is None else max(total - window, 0)
-    after = KVCache(found[0][:, :, gone:], found[1][:, :, gone:], cache.lengths + new)
+    after = KVCache(found[0][:, :, gone:], found[1][:, :, gone:], cache.lengths + new, None, None, None)
     _ROOMS[after.k] = room._replace(begin=room.begin + gone, even=even, lengths=after.lengths)
     if k.dtype != cache.k.dtype:  # the new tokens see themselves as they came
         found = [write_behind(x.to(y.dtype), y, cache) for x, y in zip(found, (k, v), strict=True)]

@@ -110,6 +110,17 @@ def test_a_function_that_only_takes_float32_is_checked_in_float32():
     assert {r.dtype for r in report.rows} == {"float32"} and "gradcheck" not in {r.law for r in report.rows}
 
 
+def test_examples_tried_at_the_same_time_give_the_same_report(monkeypatch):
+    monkeypatch.setattr(checking._Run, "compiled", True)
+    recurrence, found = dsf.mixers.get("ssd").recurrence, []
+    for threads in (1, 4):
+        monkeypatch.setattr(checking, "THREADS", threads)
+        report = dsf.check(recurrence, examples=3, tokens=12, laws=("forms", "split"), dtypes=(torch.float32,))
+        found.append(report.rows)
+        assert report.ok and report.examples > 5
+    assert found[0] == found[1]
+
+
 def test_compiled_kernels_serve_many_examples(monkeypatch):
     monkeypatch.setattr(checking._Run, "compiled", True)
     run, seen = checking._Run, []

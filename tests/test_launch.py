@@ -98,6 +98,41 @@ def test_all_are_compiled_at_the_same_time_and_then_launched_once(monkeypatch):
     assert number == 2 and [(x.dtype, x.data_ptr()) for x in pointers] == [(torch.bfloat16, 0), (torch.bfloat16, 2)]
 
 
+def test_kernels_of_gradients_are_compiled_beside_the_others_and_loaded_where_they_are_needed(monkeypatch):
+    together = threading.Barrier(2)
+    own, later = Kernel(together), Kernel(together)
+
+    def host_of(kernel):
+        return lambda x: launch.launch(kernel, (1,), (x,)) or x.new_empty(8)
+
+    gradient = Scheduled(host_of(later))
+    monkeypatch.setitem(operators._known, "gradient", gradient)
+    Scheduled(host_of(own), lambda made, x: ("gradient", x))(x := torch.ones(2))
+    assert own.launches == 1 and later.launches == 0 and not hasattr(later, "launcher_by")
+    gradient(x)
+    assert later.launches == len(later.compiled_by) == 1
+    assert len({later.launcher_by, *own.compiled_by, *later.compiled_by, threading.current_thread()}) == 4
+
+
+@pytest.mark.parametrize("broken", ["kernel", "host"])
+def test_a_gradient_that_does_not_compile_stops_nothing_before_it_is_asked_for(broken, monkeypatch):
+    own, kernel = Kernel(), Kernel(broken=True)
+
+    def host(x):
+        if broken == "host":
+            raise RuntimeError("does not compile")
+        launch.launch(kernel, (1,), (x,))
+        return x.new_empty(8)
+
+    gradient = Scheduled(host)
+    monkeypatch.setitem(operators._known, "gradient", gradient)
+    forward = Scheduled(lambda x: launch.launch(own, (1,), (x,)) or x.new_empty(8), lambda made, x: ("gradient", x))
+    x = torch.ones(2)
+    assert forward(x).shape == (8,)
+    with pytest.raises((ValueError, RuntimeError), match="does not compile"):
+        gradient(x)
+
+
 def test_a_kernel_that_does_not_compile_says_so():
     kernels = [Kernel(), Kernel(broken=True), Kernel()]
     with pytest.raises(ValueError, match="does not compile"):

@@ -272,7 +272,7 @@ def _fused(
 ) -> tuple[Tensor, KVCache]:  # fmt: skip
     """Softmax attention without decay: torch's fused attention."""
     even, counts = counts is None, _counts(counts, a)
-    whole, seen = KVCache(k, v, counts), visible(cache, a.shape[2], a.device)
+    whole, seen = KVCache(k, v, counts, None, None, None), visible(cache, a.shape[2], a.device)
     if cache is not None and seen is not None:
         found = append(cache, k, v) if even and _may_append(cache, k, v) else None
         if found is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from dsf.checking.ranges import Given, ranges_of
 from dsf.checking.report import Failure, Report, Row
 from dsf.language.errors import FormError, InputError
 
+THREADS = min(8, os.cpu_count() or 1)  # examples at a time where kernels are compiled for a GPU
 MATRIX_LONGEST = 70  # the most tokens for the kernel-matrix form, which is quadratic in T
 STABLE = 256  # tokens of the examples for the law `finite`
 SHRINK_SECONDS, SHRINK_TRIES, SHRUNK = 6.0, 400, 8  # SHRINK_SECONDS of CPU time; failures that are shrunk
@@ -195,23 +198,31 @@ class _Run:
     drawn: int = 0
 
     def try_laws(self, laws: list[Law]) -> None:
-        """Measure every law on its examples; `finite` is measured from the runs of `forms`, too."""
+        """Measure every law on its examples; `finite` is measured from the runs of `forms`, too.
+
+        On a GPU several at a time, since most of the time goes into kernels, many of which are compiled at once.
+        """
+        tried: list[tuple[list[Law], Example]] = []
         for law in laws:
             together = [law, LAWS["finite"]] if law.name == "forms" and LAWS["finite"] in laws else [law]
-            for example in self.examples_of(law):
-                self.drawn += 1
-                for one in together:
-                    self.try_example(one, example)
+            tried += ((together, example) for example in self.examples_of(law))
+        self.drawn += len(tried)
+        with ThreadPoolExecutor(THREADS) as threads:
+            each = threads.map if self.compiled else map
+            for rows in each(lambda one: list(self.rows(*one)), tried):
+                for row in rows:
+                    self.keep(row)
 
-    def try_example(self, law: Law, example: Example) -> None:
-        """Measure one law on one example in every form."""
-        for form in self.forms_of(law):
-            if form == "kernel" and example.tokens > MATRIX_LONGEST:
-                continue
-            if example.dtype not in self.dtypes_of(law, form):
-                continue
-            for m in self.measure(law, form, example):
-                self.keep(Row(law.name, example.dtype, form, m.quantity, m.error, m.tolerance, example, m.detail))
+    def rows(self, laws: list[Law], example: Example) -> Iterator[Row]:
+        """The measures of laws on one example, by every form."""
+        for law in laws:
+            for form in self.forms_of(law):
+                if form == "kernel" and example.tokens > MATRIX_LONGEST:
+                    continue
+                if example.dtype not in self.dtypes_of(law, form):
+                    continue
+                for m in self.measure(law, form, example):
+                    yield Row(law.name, example.dtype, form, m.quantity, m.error, m.tolerance, example, m.detail)
 
     def forms_of(self, law: Law) -> list[str]:
         """The forms on which a law is tested."""

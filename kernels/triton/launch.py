@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +31,7 @@ from dsf.kernels.triton.player import function
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
 from dsf.kernels.triton.symbolic import Size
 
+Behind = Callable[[], Iterable[Launch]]
 THREADS = min(8, os.cpu_count() or 1)
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
 if not triton.knobs.runtime.interpret:
@@ -77,15 +79,16 @@ def _plain(function: Callable[..., Any]) -> int:
     return next((i for i, x in enumerate(kinds) if "constexpr" in x), len(kinds))
 
 
-def runnable(schedule: Schedule) -> tuple[Callable[..., Any], bool]:
+def runnable(schedule: Schedule, behind: Behind | None = None) -> tuple[Callable[..., Any], bool]:
     """(the schedule as a function of its tensors, with its kernels compiled; whether to keep that function).
 
+    behind: what the call's gradients will launch, which another thread compiles if any kernel here is not compiled.
     While a CUDA graph is captured the private launcher cannot be tested, and kernels are compiled at their launch.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if not capturing:
         prove()
-        _compile(schedule.launches)
+        _compile(schedule.launches, behind)
     return function(schedule, functools.partial(runner, capturing=capturing)), not capturing
 
 
@@ -111,7 +114,7 @@ def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tupl
 
 def _compiled(x: Launch) -> Any:
     """The kernel of a launch, which Triton compiles if it has not; None if a hook prevents that."""
-    compiled = x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
+    compiled = _warm(x)
     return compiled.result() if hasattr(compiled, "result") else compiled  # the caller compiles on other threads
 
 
@@ -170,7 +173,7 @@ def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
     return kernel
 
 
-def _compile(launches: Iterable[Launch]) -> None:
+def _compile(launches: Iterable[Launch], behind: Behind | None = None) -> None:
     """Compile missing kernels on several threads. Errors appear at the first launch.
 
     Does nothing where the caller already uses Triton's mode for that.
@@ -180,6 +183,28 @@ def _compile(launches: Iterable[Launch]) -> None:
     missing = {key: x for key, x in ((_key(x), x) for x in launches) if _ready.get(key) is None}
     if not missing:
         return
-    with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, ignore_errors=True):
-        for x in missing.values():
-            x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)
+    device = torch.cuda.current_device()
+    if behind is not None:
+        threading.Thread(target=_compile_behind, args=(behind, device), name="dsf gradients").start()
+    with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, ignore_errors=True) as mode:
+        found = [_warm(x) for x in missing.values()]
+        for kernel in found:  # compiled by `_compile_behind`, which has not loaded it, or still to be
+            if kernel is not None and kernel not in mode.future_kernels.values():
+                threads.submit(_loaded, getattr(kernel, "result", lambda kernel=kernel: kernel), device)
+
+
+def _compile_behind(behind: Behind, device: int) -> None:
+    """Compile what gradients will launch while the forward pass compiles and runs.
+
+    Nothing is loaded on the GPU, since another thread may capture a graph. A call that needs one of these kernels waits
+    for that one. What goes wrong here goes wrong there, too.
+    """
+    threads = ThreadPoolExecutor(THREADS)
+    with torch.cuda.device(device), suppress(Exception), threads, _Mode(threads, ignore_errors=True):
+        for x in behind():
+            _warm(x)
+
+
+def _warm(x: Launch) -> Any:
+    """The kernel of a launch, or its promise within Triton's mode; None if a hook prevents that."""
+    return x.kernel.warmup(*_pointers(x.args), grid=x.grid, **x.named)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dsf.kernels.recent import Recent
 from dsf.kernels.triton.launch import runnable, runner
-from dsf.kernels.triton.schedule import ALIGNED, Book, Schedule
+from dsf.kernels.triton.schedule import ALIGNED, Book, Launch, Schedule
 from dsf.kernels.triton.template import Templates, numbers_of, with_numbers
 from dsf.kernels.triton.unwritten import Unwritten
 
@@ -56,8 +56,8 @@ class Scheduled:
     tuples and lists, none of which is an argument. It may depend on torch's matmul precision, but on nothing else.
     """
 
-    def __init__(self, host: Callable[..., Any]) -> None:
-        self.host = host
+    def __init__(self, host: Callable[..., Any], behind: Callable[..., Any] | None = None) -> None:
+        self.host, self.behind = host, behind
 
     def __call__(self, *args: Any) -> Any:
         """The operator's result, on the GPU of its first tensor."""
@@ -97,7 +97,7 @@ class Scheduled:
             return self._made(given, list(_tensors(given)), align, device)
 
         made = self._made(args, tensors, align, device)
-        run, lasting = runnable(made)
+        run, lasting = runnable(made, None if self.behind is None else lambda: self._behind(args, made, device))
         if lasting:
             known.learn(numbers, made, host, runner)
         return run, lasting
@@ -108,6 +108,17 @@ class Scheduled:
         book = Book(tensors, align, device)
         given = iter(book.given)
         return book.schedule(self.host(*(_replaced(x, given) for x in args)))
+
+    def _behind(self, args: tuple[Any, ...], made: Schedule, device: torch.device) -> Sequence[Launch]:
+        """What the gradients of a call of this schedule will launch, none if none are wanted."""
+        assert self.behind is not None
+        asked = self.behind(made.empty(torch.empty(0, device="meta")), *args)
+        if asked is None:
+            return ()
+        operator, *given = asked
+        tensors = list(_tensors(given))
+        align = [0 if x is None else x.data_ptr() % ALIGNED for x in tensors]
+        return _known[operator]._made(given, tensors, align, device).launches
 
     def schedule(self, *args: Any) -> Schedule:
         """The schedule of a call with these arguments, which may be fake tensors."""
@@ -177,12 +188,17 @@ def _replaced(x: Any, slots: Any) -> Any:
     return x
 
 
-def operator(schema: str, host: Callable[..., Any], differentiable: Callable[..., Any] | None = None) -> Any:
+def operator(
+    schema: str, host: Callable[..., Any], differentiable: Callable[..., Any] | None = None,
+    behind: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
     """Define the operator dsf::schema, implemented by Scheduled(host).
 
     differentiable: is called instead, on the same arguments, where a gradient is wanted.
+    behind: (the result without memory, *arguments) -> the operator that its gradients will call and its arguments, or
+    None where none are wanted. Its kernels are compiled beside the operator's own; nothing else depends on it.
     """
-    name, scheduled = schema.split("(")[0], Scheduled(host)
+    name, scheduled = schema.split("(")[0], Scheduled(host, behind)
     LIBRARY.define(schema)
     LIBRARY.impl(name, scheduled, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsf::{name}", scheduled.shapes, lib=LIBRARY)

@@ -287,12 +287,12 @@ class Book:
 
     def apply(self, function: Any, *args: Any, **named: Any) -> Any:
         """Record a call of a torch function. Returns its result as slots."""
-        metas, others = _metas(args), {name: _metas(x) for name, x in named.items()}
-        out = evaluate(function, metas, others) if self.symbolic else function(*metas, **others)
         title = function.__name__
         if "out" in named or title == "__setitem__" or (title[-1] == "_" and title[-2] != "_"):
             self.steps.append(Operation(None, function, _refs(args), {name: _refs(x) for name, x in named.items()}))
             return named.get("out", args[0])
+        metas, others = _metas(args), {name: _metas(x) for name, x in named.items()}
+        out = evaluate(function, metas, others) if self.symbolic else function(*metas, **others)
         if isinstance(out, (tuple, list)) and out and isinstance(out[0], (Tensor, Unwritten)):
             found = [self.seen(x, args) for x in out]
             assert all(x is not None for x in found), f"a schedule has no place for what {title} returns"

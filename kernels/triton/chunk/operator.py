@@ -278,7 +278,7 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         operands = given[len(marked) :]
         with torch._C._AutoDispatchBelowAutograd():
-            y, final, saved = matrix_mixer(list(operands), state, program, True, bounds)
+            y, final, saved = matrix_mixer(list(operands), state, program, True, bounds, None, border, None, marked)
         ctx.save_for_backward(bounds, state, *operands, *saved, *([y] if PROGRAMS[program].quotient else []))
         ctx.program, ctx.count, ctx.marked = program, len(operands), marked
         ctx.set_materialize_grads(False)
@@ -311,10 +311,24 @@ def _differentiable(
     return *_Differentiable.apply(program, bounds, state, border, tuple(marked), *marks, *operands), []
 
 
+def _behind(
+    made: Any, operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
+    held: Any = None, border: Tensor | None = None, marks: Any = None, marked: Sequence[int] = (),
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """The call of gradients, of a dy like y and without one of the last state."""
+    if not keep:
+        return None
+    y, _final, saved = made
+    saved = [*saved, y] if PROGRAMS[program].quotient else saved
+    wanted = [x.requires_grad or i in marked for i, x in enumerate(operands)]
+    turned = border is not None and border.requires_grad, list(marked)
+    return matrix_mixer_backward, y, None, operands, state, saved, program, wanted, bounds, [], *turned
+
+
 matrix_mixer = operator(
     "matrix_mixer(Tensor[] operands, Tensor? state, str program, bool keep, Tensor? bounds=None, "
     "Tensor[]? held=None, Tensor? border=None, Tensor[]? marks=None, int[] marked=[]) -> (Tensor, Tensor, Tensor[])",
-    _forward, _differentiable,
+    _forward, _differentiable, _behind,
 )  # fmt: skip
 matrix_mixer_backward = operator(
     "matrix_mixer_backward(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor? state, Tensor[] saved, str program, "

@@ -163,6 +163,11 @@ def _differentiable(
     return ys, final
 
 
+def _behind(made: Any, x: Tensor, *rest: Any) -> tuple[Any, ...] | None:
+    """The call of gradients, of dys like ys and without one of the last state."""
+    return (short_convolution_backward, made[0], None, x, *rest) if x.requires_grad else None
+
+
 def _step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, new: Tensor, options: Options
 ) -> Tensor:
@@ -201,6 +206,7 @@ short_convolution = operator(
     f"short_convolution({_GIVEN}, Tensor? state, Tensor? bounds, {_ALL}) -> (Tensor[], Tensor)",
     _forward,
     _differentiable,
+    _behind,
 )
 short_convolution_backward = operator(
     f"short_convolution_backward(Tensor[] dys, Tensor? dfinal, {_GIVEN}, Tensor? state, Tensor? bounds, {_ALL}) -> "

@@ -77,10 +77,19 @@ def _shard(
     return end, move, [local, product]
 
 
+def _behind(
+    made: Any, operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool,
+    ends: Tensor | None, *_: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """The call of gradients, of a dy like y and without one of the last state."""
+    y, _final, saved = made
+    return (scan_adjoint, y, None, operands, saved, hole, [x.requires_grad for x in operands], ends) if keep else None
+
+
 scan = operator(
     "fused_scan(Tensor[] operands, Tensor? state, str hole, bool keep, bool wide, Tensor? ends, SymInt sequences, "
     "Tensor[]? held=None) -> (Tensor, Tensor, Tensor)",
-    fused_scan, _differentiable,
+    fused_scan, _differentiable, _behind,
 )  # fmt: skip
 scan_adjoint = operator(
     "fused_scan_adjoint(Tensor dy, Tensor? dfinal, Tensor[] operands, Tensor saved, str hole, bool[] needs, "
