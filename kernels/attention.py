@@ -160,7 +160,15 @@ class _Room(NamedTuple):
         end = self.begin + cache.k.shape[2]
         v = self.v[:, :, self.begin : end]
         stale = self.k.is_inference() and not torch.is_inference_mode_enabled()
-        return not stale and end + new <= self.k.shape[2] and v.data_ptr() == cache.v.data_ptr()
+        fits = not stale and end + new <= self.k.shape[2] and v.data_ptr() == cache.v.data_ptr()
+        return fits and self.counts(cache)
+
+    def counts(self, cache: KVCache) -> bool:
+        """Whether the cache's lengths are those of its memory, and nobody has written to them. With smaller ones, which
+        take tokens back, new tokens would lie where caches that were kept hold theirs. In inference mode, whose tensors
+        do not count writes, nobody is taken to write."""
+        same = self.lengths is cache.lengths
+        return same and (cache.lengths.is_inference() or cache.lengths._version == 0)
 
 
 # By the keys of the latest cache in it, and of none before: who extends an older one gets memory of its own.
@@ -178,7 +186,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
     """
     held, new = cache.k.shape[2], k.shape[2]
     room, total = _ROOMS.pop(cache.k, None), held + new  # taken in one step: of two threads, one has it
-    even = room is not None and room.even
+    even = room is not None and room.even and room.counts(cache)
     if window is not None and total > window and not even:
         even = new <= window and bool((cache.lengths >= held).all())
         if not even:
@@ -202,12 +210,10 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
 def is_appended(cache: KVCache) -> bool:
     """Whether `append` made this cache, from one whose lengths were checked, and nobody has written to its lengths.
 
-    Does not wait for the device. In inference mode, whose tensors do not count writes, nobody is taken to write.
+    Does not wait for the device.
     """
     room = _ROOMS.get(cache.k)
-    if room is None or room.lengths is not cache.lengths:
-        return False
-    return cache.lengths.is_inference() or cache.lengths._version == 0
+    return room is not None and room.counts(cache)
 
 
 def write_behind(whole: Tensor, fresh: Tensor, cache: KVCache) -> Tensor:

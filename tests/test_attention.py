@@ -299,6 +299,28 @@ def test_a_cache_with_other_values_reads_these():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("rejected", [torch.tensor([2, 2]), torch.tensor([3, 1])])
+def test_tokens_taken_back_by_their_lengths_stay_in_caches_that_were_kept(rejected, written):
+    """As a draft's rejected tokens are, which another branch may have accepted."""
+    pieces, kept, state = [], [], None
+    for seed in range(5):
+        more, (_, state) = appended(state, 3 if seed == 0 else 1, seed)
+        pieces.append(more)
+        kept.append((state.k, state.v, state.k.clone(), state.v.clone()))
+    q, k, v = (torch.cat(x, 1) for x in zip(*pieces, strict=True))
+    if written:
+        state.lengths.sub_(rejected)
+    else:
+        state = state._replace(lengths=state.lengths - rejected)
+    new, (y, _) = appended(state, 1, 9)
+    for row, left in enumerate((7 - rejected).tolist()):
+        parts = (torch.cat([x[row : row + 1, :left], z[row : row + 1]], 1) for x, z in zip((q, k, v), new, strict=True))
+        torch.testing.assert_close(y[row], mixers.softmax_attention(*parts)[0, -1:], rtol=0, atol=1e-12)
+    assert all(torch.equal(x, before) and torch.equal(z, old) for x, z, before, old in kept)
+
+
+@torch.no_grad()
 def test_rows_of_unequal_lengths_are_appended_each_at_its_end():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 7, 4, 8, dtype=torch.float64)
