@@ -189,6 +189,8 @@ def all_of(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, Tensor | None] | Non
         return None
     if torch.is_autocast_enabled(x.device.type):  # which keeps casts of parameters, not of this view of several
         return None
+    if torch._C._are_functorch_transforms_active():  # where no tensor is told that it wants gradients
+        return None
     weights, biases = _own(maps)
     if len(weights) == 1:
         return weights[0], biases[0] if biases else None

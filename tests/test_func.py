@@ -108,6 +108,13 @@ def test_layers_and_single_tokens():
     torch.testing.assert_close(y[0], structures.delta.step(None, *token)[0])
 
 
+@torch.no_grad()
+def test_single_tokens_of_layers_whose_weights_lie_beside_each_other():
+    layer, x = get("gated_deltanet").module(d_model=16), torch.randn(3, 1, 16)
+    y = vmap(lambda x: layer(x[None])[0])(x)
+    torch.testing.assert_close(y[:, 0], layer(x)[0])
+
+
 @pytest.mark.parametrize("name", ["gated_deltanet", "s6"])
 def test_layers_have_second_derivatives(name):
     """A penalty on the gradient of x: refused in autograd, where the error says how to have it."""
