@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsf import Packing
+from dsf import KVCache, Packing
 from dsf.call.asked import check_switches
 from dsf.call.packing import check_row
 from dsf.language.errors import InputError
@@ -69,6 +69,22 @@ def check_tokens(layer: Any, x: Any, tokens: Mapping[str, Any], call: Sequence[s
             raise InputError(
                 f"{name}: {given} has shape {list(value.shape)}, expected {sizes} and what belongs to a token"
             )
+
+
+def check_in_place(name: str, state: Any) -> None:
+    """Raise InputError, naming the layer, where a step must not write to the state, before any of it is written to."""
+    if torch.is_grad_enabled():
+        raise InputError(f"{name}.step: in_place overwrites what a gradient would need; use torch.no_grad()")
+    for part in state if isinstance(state, tuple) else ():
+        fixed = isinstance(part, KVCache) and part.filled is not None  # another cache is copied first
+        for x in part if fixed else (part,):
+            if not isinstance(x, Tensor) or 0 not in x.stride():
+                continue
+            if any(n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)):
+                raise InputError(
+                    f"{name}.step: in_place needs a place for every number of the state, and sequences share theirs "
+                    "(expand); copy it (contiguous)"
+                )
 
 
 def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:

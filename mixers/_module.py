@@ -15,7 +15,7 @@ from dsf.kernels.operators import is_cast
 from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import InputError
 from dsf.mixers._beside import lay
-from dsf.mixers._checks import check_call, check_tokens, named_tokens
+from dsf.mixers._checks import check_call, check_in_place, check_tokens, named_tokens
 from dsf.mixers._conv import ShortConv, TokenShift
 from dsf.mixers._own import Owner
 from dsf.mixers._shard import shard_own
@@ -252,7 +252,7 @@ class Mixer(Owner, Divided):
 
         in_place: the new state takes the memory of `state`, where a CUDA graph finds it, and nothing is copied; what
         `state` held is lost. Nothing may need a gradient. A cache of keys and values moves where it has no room.
-        Raises InputError for reverse=True, and for in_place=True where gradients are wanted.
+        Raises InputError for reverse=True, and for in_place=True where gradients are wanted or sequences share memory.
         """
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
@@ -261,10 +261,8 @@ class Mixer(Owner, Divided):
         tokens = {name: value.unsqueeze(1) for name, value in tokens.items()}
         if type(in_place) is not bool:
             check_switches(type(self).__name__, in_place=in_place)  # type: ignore[unreachable]
-        if in_place and torch.is_grad_enabled():
-            raise InputError(
-                f"{type(self).__name__}.step: in_place overwrites what a gradient would need; use torch.no_grad()"
-            )
+        if in_place:
+            check_in_place(type(self).__name__, state)
         before = state
         early = in_place and not tokens  # what `arguments` may refuse must find the window as it was
         inputs, side, state = self._prepare(x.unsqueeze(1), before, None, tokens, in_place=early)

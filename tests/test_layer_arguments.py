@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import dsf
 from dsf import mixers
@@ -224,6 +224,23 @@ def test_states_on_another_device_are_refused(name):
             call()
     with torch.no_grad(), pytest.raises(dsf.InputError, match="on meta"):
         layer.step(x[:, 0], state, in_place=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rwkv4", "gated_deltanet", "retnet", "softmax_attention"])
+def test_steps_in_place_of_sequences_that_share_memory_are_refused_before_anything_is_written(name):
+    """As those of one prompt, expanded."""
+    layer, x = make(name), torch.randn(1, 3, 32)
+    _, state = layer.step(x[:, 0], layer(x[:, 1:])[1], in_place=True)
+    state = tree_map_only(torch.Tensor, lambda part: part.expand(2, *part.shape[1:]), state)
+    if state.conv is not None:
+        state = state._replace(conv=state.conv.contiguous())
+    before = tree_map_only(torch.Tensor, torch.clone, state)
+    with pytest.raises(dsf.InputError, match="in_place needs a place for every number"):
+        layer.step(x[0, :2], state, in_place=True)
+    pairs = zip(tree_leaves(before), tree_leaves(state), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+    torch.testing.assert_close(layer.step(x[0, :2], state)[0][1:], layer.step(x[:, 1], layer(x[:, [1, 2, 0]])[1])[0])
 
 
 # One entry for each layer with heads; of softmax attention one that torch's own attention does not run.
