@@ -127,14 +127,15 @@ def suffix_products(decay: Tensor, pair: Tensor | None, log: bool) -> Tensor:
     return later.flip(-1).cumsum(-1).flip(-1).exp()
 
 
-def running_products(decay: Tensor) -> tuple[Tensor, Tensor]:
-    """prefix and suffix of decays [..., L, N], each [..., L, N]."""
-    rows = decay.unbind(-2)
-    prefix, suffix = [rows[0]], [torch.ones_like(rows[0])]
+def running_products(decay: Tensor, log: bool) -> tuple[Tensor, Tensor]:
+    """prefix and suffix of decays [..., L, N] (their logarithms when `log`), each [..., L, N]."""
+    join, rows = (torch.add if log else torch.mul), decay.unbind(-2)
+    prefix, suffix = [rows[0]], [torch.full_like(rows[0], 0.0 if log else 1.0)]
     for early, late in zip(rows[1:], rows[:0:-1], strict=True):
-        prefix.append(prefix[-1] * early)
-        suffix.append(suffix[-1] * late)
-    return torch.stack(prefix, dim=-2), torch.stack(suffix[::-1], dim=-2)
+        prefix.append(join(prefix[-1], early))
+        suffix.append(join(suffix[-1], late))
+    found = torch.stack(prefix, dim=-2), torch.stack(suffix[::-1], dim=-2)
+    return (found[0].exp(), found[1].exp()) if log else found
 
 
 def shift_down(x: Tensor, first: Tensor | float, dim: int) -> Tensor:
@@ -213,17 +214,18 @@ class KeyDecay:
         """decay: [B, H, C, L, N, 1] with L a multiple of sub, sub a multiple of stride."""
         blocks = decay.squeeze(-1).unflatten(-2, (-1, sub))  # [.., S, sub, N]
         self.linear = blocks.exp() if log else blocks
-        self.prefix, self.suffix = running_products(self.linear)  # [.., S, sub, N]
+        self.prefix, self.suffix = running_products(blocks, log)  # [.., S, sub, N]
         self.start: Tensor | None = None  # of sub-chunks before and behind each one, [.., S, 1, N]
         self.end: Tensor | None = None
         total = self.prefix[..., -1, :]  # [.., S, N]
-        if blocks.shape[-3] > 1:
-            totals = total.transpose(-1, -2)
-            between = pair_products(totals, log=False)  # [.., N, S, S]: totals of blocks s'+1 … s
+        if blocks.shape[-3] > 1:  # from sums of all logarithms: products of rounded totals would add their errors up
+            totals = (blocks.sum(-2) if log else total).transpose(-1, -2)
+            between = pair_products(totals, log)  # [.., N, S, S]: totals of blocks s'+1 … s
             self.before = shift_down(between, 0.0, -2).movedim(-3, -1)  # [.., S, S', N]: blocks s'+1 … s-1
-            self.start = shift_down(between[..., 0] * totals[..., :1], 1.0, -1).transpose(-1, -2).unsqueeze(-2)
-            self.end = between[..., -1, :].transpose(-1, -2).unsqueeze(-2)
-            total = self.start.squeeze(-2) * total
+            total = prefix_products(totals, between, log)
+            self.start = shift_down(total, 1.0, -1).transpose(-1, -2).unsqueeze(-2)
+            self.end = suffix_products(totals, between, log).transpose(-1, -2).unsqueeze(-2)
+            total = total.transpose(-1, -2)
         self.total = total[..., -1, :].unsqueeze(-1)  # [B, H, C, N, 1]
         self.stride, self.sub = stride, sub
 

@@ -12,13 +12,7 @@ from torch.autograd import gradcheck
 import dsf
 from dsf import mixers
 from dsf.kernels.chunk import chunk, scan_blocks
-from dsf.kernels.decays import (
-    KeyDecay,
-    ScalarDecay,
-    pair_products,
-    prefix_products,
-    suffix_products,
-)
+from dsf.kernels.decays import KeyDecay, ScalarDecay, pair_products, prefix_products, suffix_products
 from dsf.kernels.lagged import LaggedRead, LaggedWeights
 from dsf.kernels.problem import Problem
 from dsf.kernels.read_scan import scan_elementwise
@@ -260,6 +254,17 @@ def test_key_decay_and_scalar_decay_agree_where_all_keys_decay_alike(log: bool, 
         (key.total, scalar.total.expand_as(key.total)),
     ]:
         torch.testing.assert_close(have, want)
+
+
+def test_slow_decays_by_key_keep_their_digits_over_many_chunks() -> None:
+    """1 - 1.5 · 2^-24 lies between two float32 numbers: as a factor of every token it would err by 3e-8 each time."""
+    tokens = 8192
+    decay = torch.tensor([-1.5 * 2.0**-24, -3.0]).view(1, 1, 1, 2, 1).expand(1, tokens, 1, -1, -1)
+    ones = torch.ones(1, tokens, 1, 1, 2)
+    given = Problem(decay, True, ones.mT, n=2, p=1, key=ones, value=ones[..., :1])
+    a = decay[0, 0, 0, :, 0].double()
+    expected = torch.expm1(tokens * a) / torch.expm1(a)
+    torch.testing.assert_close(chunk(given, None, 64)[1][0, 0, :, 0].double(), expected, rtol=1e-5, atol=0)
 
 
 def test_key_decay_never_takes_an_exponential_above_one() -> None:
