@@ -78,6 +78,30 @@ def test_real_discretisations_with_a_step_that_data_decide(rule):
     torch.testing.assert_close(selective(x, dt, a, b, c)[0, :, 0, 0], torch.stack(out), **CLOSE)
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda f: f.__name__)
+def test_one_number_a_pair_is_no_complex_number(rule):
+    """Spread over its pair, b would be b + b i."""
+
+    def bank(x: Value, b: Param[Pair], w: Param[Pair], c: Param[Key]):
+        step = rule((-exp(w), w), 2 * b, 0.1)
+        return System(A=step.A, B=step.B * x, C=c)
+
+    with pytest.raises(TraceError, match=r"`2 \* b` is one number a pair.* write pair\(2 \* b, 0\)"):
+        dsf.recurrence(bank)
+
+
+@pytest.mark.parametrize("q, words", [(1, "`1` has no Key axis"), ("w", "`w` is one number a pair")])
+def test_what_is_subtracted_from_complex_rates_is_made_of_complex_numbers(q, words):
+    """The number 1 stood for (1, 0) in A, and for (1, 1) in the factor of the inverse."""
+
+    def bank(x: Value, w: Param[Pair], c: Param[Key]):
+        step = dsf.bilinear((-exp(w), w), c, 0.1, minus=(c, w if q == "w" else q))
+        return System(A=step.A, B=step.B * x, C=c)
+
+    with pytest.raises(TraceError, match=words):
+        dsf.recurrence(bank)
+
+
 def test_tiny_steps_lose_no_digits():
     """e^x - 1 by its definition keeps none of them at a step of 1e-12."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dsf.language.expr import KEY, Expr, Like, as_expr, const
+from dsf.language.errors import TraceError
+from dsf.language.expr import KEY, Expr, Like, as_expr, const, is_paired, show
 from dsf.language.functions import atan2, cos, dot, exp, expm1, pair, quarter_turn, sin, sqrt
 from dsf.language.operator import diag, outer, turn
 
@@ -30,7 +31,8 @@ def zoh(a: Rate, b: Like, step: Like) -> Discrete:
     A = e^{a δ}, B = (e^{a δ} - 1) / a · b, with e^x - 1 computed without cancellation. a: the rate, negative where the
     state decays (`-exp(A_log)`), or (re, im); not 0; b: the factor of the input; step: δ, positive. For complex
     rates, b is a Key vector of complex numbers in pairs, or a number. Source: S4D (arXiv 2206.11893), equation 4; Mamba
-    (arXiv 2312.00752), equation 4. Raises TraceError for complex rates that differ within a pair.
+    (arXiv 2312.00752), equation 4. Raises TraceError for complex rates that differ within a pair, and beside them for a
+    b of one number a pair, which may be meant as b or as b + b i.
     """
     step = as_expr(step)
     if not isinstance(a, tuple):
@@ -66,6 +68,11 @@ def bilinear(a: Rate, b: Like, step: Like, minus: tuple[Like, Like] | None = Non
         return Discrete(_turned(radius, angle), (Complex(step) / below).times(b))
     inverse = Complex(const(1)) / below
     p, q = map(as_expr, minus)
+    for x in (p, q):
+        if isinstance(a, tuple) and KEY not in x.axes:
+            raise TraceError(
+                f"minus=(p, q) are Key vectors of complex numbers in pairs, but `{show(x)}` has no Key axis"
+            )
     left, right, written = inverse.times(p), inverse.conjugate.times(q), inverse.times(b)
     gain = step / (1 + half * dot(q, left))
     if angle is not const(0):  # left rightᵀ = left (R right)ᵀ R
@@ -117,6 +124,12 @@ class Complex:
             return _times(self.re, x)
         if KEY not in x.axes:
             return _times(pair(self.re, self.im), x)
+        if is_paired(x):
+            given = show(x)
+            raise TraceError(
+                f"`{given}` is one number a pair, but complex rates take complex numbers in pairs: write "
+                f"pair({given}, 0) where it is a real number, pair(re, im) for two parts"
+            )
         if self.im is const(0):
             return _times(self.re, x)
         return self.re * x + self.im * quarter_turn(x)
