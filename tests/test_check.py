@@ -413,6 +413,38 @@ def test_ranges_follow_from_the_expressions():
     assert words(sunk) == {"q": "real", "k": "real", "v": "real", "g": "≤ 0", "s": "≥ 0", "t": "real"}
 
 
+@pytest.mark.parametrize("rule", [dsf.zoh, dsf.bilinear, dsf.euler], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_rates_of_discretisations_are_negative(rule, is_complex):
+    """They were taken for positive: checks drew states that grow, validation refused what is right, layers gave NaN."""
+
+    def bank(x: Value, a: Param[Pair], w: Param[Pair], dt: Scalar, c: Param[Key]) -> System:
+        step = rule((a, w) if is_complex else a, 1, dsf.softplus(dt))
+        return System(A=step.A, B=step.B * x, C=c * (1 + 0 * w))
+
+    bank = dsf.recurrence(bank)
+    assert ranges_of(bank.spec)["a"].high <= 0 and legal_ranges(bank.spec)[0]["a"].high <= 0
+    if rule is dsf.zoh and not is_complex:
+        assert str(ranges_of(bank.spec)["a"]) == "≤ -0.1" and str(legal_ranges(bank.spec)[0]["a"]) == "< 0"
+    a = torch.full((2, 2), -0.3)
+    with dsf.validate():
+        bank(torch.randn(1, 20, 2, 3), a, -a, torch.zeros(1, 20, 2), torch.ones(2, 4))
+    if rule is not dsf.euler or not is_complex:  # whose decays an imaginary part lets grow
+        y, _ = dsf.mixers.Layer(bank, 8, n_heads=2, N=4)(torch.randn(1, 500, 8))
+        assert y.isfinite().all() and y.abs().max() < 50
+
+
+def test_a_rate_that_is_too_large_is_refused_with_the_sign_it_needs():
+    @dsf.recurrence
+    def bank(x: Value, a: Param[Key], c: Param[Key]) -> System:
+        step = dsf.zoh(a, 1, 0.1)
+        return System(A=step.A, B=step.B * x, C=c)
+
+    words = r"expected a < 0; if it is a logit, give logsigmoid\(a\) or -softplus\(a\)"
+    with pytest.raises(dsf.InputError, match=words), dsf.validate():
+        bank(torch.randn(1, 9, 1, 2), torch.ones(1, 4), torch.ones(1, 4))
+
+
 @given(testing.inputs_for(gated_delta))
 @settings(max_examples=40)
 def test_drawn_inputs_lie_in_their_ranges(inputs):

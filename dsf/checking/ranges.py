@@ -10,20 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from dsf.call.bind import bind, environment
-from dsf.checking.values import INF, REAL, TINY, UNIT, Range, key_axis, plain
+from dsf.checking.values import INF, PROBE_CHANNELS, REAL, TINY, UNIT, Range, as_range, probe_inputs
 from dsf.language.errors import InputError
-from dsf.language.expr import KEY, VALUE, Expr, children_first, const, substitute
+from dsf.language.expr import KEY, Expr, children_first, const, substitute
 from dsf.language.operator import Correction
 from dsf.language.spec import Spec
 from dsf.language.system import DEN, NUM, ONE
 from dsf.torch.evaluate import Evaluator
 
 APART = 0.1  # the least distance from 0 of random denominators and arguments of log
-PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 
 Given = Mapping[str, "Range | tuple[float, float]"]
@@ -44,6 +42,9 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
     * quotients: what is added to den is not negative (a sink's weight); where nothing guards them, den stays away from
       0, so readout, key and the factors beside it are positive.
 
+    Where decays are then still larger, all is demanded again of inputs that first get a sign, if decays are legal with
+    one sign alone (a rate as the argument of `zoh`, which divides by it, `bilinear` or `euler`).
+
     Raises InputError for a name the recurrence does not have or a range that is empty.
     """
     return _infer(spec, given, APART)[0]
@@ -63,8 +64,12 @@ def _infer(spec: Spec, given: Given | None, apart: float) -> tuple[dict[str, Ran
     ranges = dict.fromkeys((i.name for i in spec.inputs), REAL)
     fixed = {name: _of_input(spec, name, value) for name, value in (given or {}).items()}
     inference = _Inference(spec, ranges | fixed, frozenset(fixed), apart)
-    inference.run(ranges)
-    return ranges | fixed, frozenset(inference.loose)
+    inference.run()
+    if not all(inference.holds(row.normal.decay, -1.0, 1.0) for row in spec.rows):
+        inference = _Inference(spec, ranges | fixed, frozenset(fixed), apart)
+        inference.signs()
+        inference.run()
+    return inference.ranges | fixed, frozenset(inference.loose)
 
 
 def _of_input(spec: Spec, name: str, value: Range | tuple[float, float]) -> Range:
@@ -72,18 +77,6 @@ def _of_input(spec: Spec, name: str, value: Range | tuple[float, float]) -> Rang
         names = ", ".join(i.name for i in spec.inputs)
         raise InputError(f"{spec.name}: ranges names `{name}`, which is no input; inputs are {names}")
     return as_range(spec.name, name, value)
-
-
-def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range:
-    """A user's range of an input as a Range. Raises InputError, naming the owner, unless it is one."""
-    try:
-        low, high = (value.low, value.high) if isinstance(value, Range) else value
-        found = value if isinstance(value, Range) else Range(float(low), float(high))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{owner}: the range of `{name}` must be (low, high), got {value!r}") from error
-    if not found.low <= found.high:
-        raise InputError(f"{owner}: the range of `{name}` is empty: low {found.low:g}, high {found.high:g}")
-    return found
 
 
 class _Inference:
@@ -95,8 +88,8 @@ class _Inference:
         self.sharing = 0  # nested demands that could be divided among inputs in another way
         self.loose: set[str] = set()  # inputs narrowed by such demands
 
-    def run(self, out: dict[str, Range]) -> None:
-        """Make every demand; write the ranges found into `out`."""
+    def run(self) -> None:
+        """Make every demand."""
         self.domains()
         for row in self.spec.rows:
             self.demand(row.normal.decay, -1.0, 1.0)
@@ -109,7 +102,6 @@ class _Inference:
             self.positive(self.spec.system.solve.ridge)
         self.quotient()
         self.off_zero()
-        out.update(self.ranges)
 
     def probe(self, x: Expr) -> Tensor:
         """Values of x on drawn inputs [1, T, 1, n, p]."""
@@ -132,10 +124,22 @@ class _Inference:
             roots += [e for t in row.terms for e in (t.key, t.value)]
         return children_first(*roots)
 
+    def signs(self) -> None:
+        """Give inputs one sign where no decay is legal with the other one."""
+        for decay in [row.normal.decay for row in self.spec.rows]:
+            for name in _reached(decay):
+                if name in self.fixed or self.ranges[name] != REAL or self.holds(decay, -1.0, 1.0):
+                    continue
+                signs = Range(-INF, 0.0), Range(0.0, INF)
+                found = [_Inference(self.spec, self.ranges | {name: r}, self.fixed).probe(decay) for r in signs]
+                legal = [r for r, x in zip(signs, found, strict=True) if bool((x.abs() <= 1).any())]
+                if len(legal) == 1:
+                    self._set(name, legal[0])
+
     def domains(self) -> None:
         for node in self.nodes():
             if node.op == "div":
-                self.positive(node.args[1])
+                self.divisor(node.args[1])
             elif node.op in ("log", "sqrt", "rsqrt"):
                 self.positive(node.args[0])
             elif node.op == "log1p":
@@ -156,6 +160,18 @@ class _Inference:
                 with self.shared():
                     if (low, -high) != (old.low, old.high) and not old.unit:
                         self._set(x.attrs[0], Range(low, -high))
+
+    def divisor(self, x: Expr) -> None:
+        """Demand x away from 0: below it where it is not above, as a rate of decay."""
+        below = bool(self.probe(x).max() <= 0)
+        low, high = (-INF, -self.apart) if below else (self.apart, INF)
+        given = x.args[0] if x.op == "spread" else x
+        if given.op == "input":
+            self._narrow(given.attrs[0], low, high)  # drawn numbers do not show whether its bound is 0
+        elif below:
+            self.demand(x, low, high)
+        else:
+            self.positive(x)
 
     def positive(self, x: Expr, least: float = 0.0) -> None:
         """Demand x above `least` by a margin, unless it already is."""
@@ -223,9 +239,9 @@ class _Inference:
             _RULES[x.op](self, x, low, high)
 
     def _narrow(self, name: str, low: float, high: float) -> None:
-        if low < 0 and (high == INF or high == -low):
-            low = 0.0  # a gate or a rate: positive, as in the papers
         old = self.ranges[name]
+        if low < 0 < old.high and (high == INF or high == -low):
+            low = 0.0  # a gate or a rate: positive, as in the papers
         new = Range(max(low, old.low) + 0.0, min(high, old.high) + 0.0)  # + 0.0: no -0
         if not old.unit and new.low < new.high:
             self._set(name, new)
@@ -371,15 +387,13 @@ _RULES: dict[str, Callable[[_Inference, Expr, float, float], None]] = {
 }
 
 
-def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
-    """Random values of every input, on which demands are tested."""
-    generator = torch.Generator().manual_seed(0)
-    keys = spec.keys_of(PROBE_KEYS)
-    inputs = {}
-    for name, kind in ((i.name, i.kind) for i in spec.inputs):
-        lead = [1, PROBE_TOKENS, *([kind.steps] if kind.steps is not None else [])] if kind.time else []
-        sizes = {KEY: keys // 2 if kind.pair else keys, VALUE: PROBE_CHANNELS}
-        shape = [*lead, PROBE_HEADS, *(sizes[a] for a in (KEY, VALUE) if a in kind.axes)]
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-        inputs[name] = plain(ranges[name], normal, key_axis(kind))
-    return inputs
+def _reached(x: Expr) -> list[str]:
+    """Names of the inputs that a demand on x may narrow; a sigmoid's argument is none of them."""
+    found: set[Expr] = set()
+    left = [x]
+    while left:
+        node = left.pop()
+        if node not in found and (node.op == "input" or node.op in _RULES):
+            found.add(node)
+            left += node.args
+    return sorted({node.attrs[0] for node in found if node.op == "input"})

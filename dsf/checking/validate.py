@@ -20,8 +20,8 @@ from dsf.call import guard
 from dsf.call.bind import Bound, environment
 from dsf.call.calls import is_transformed
 from dsf.call.frame import materialised
-from dsf.checking.ranges import as_range, legal_ranges
-from dsf.checking.values import INF, REAL, TINY, Range, key_axis
+from dsf.checking.ranges import legal_ranges
+from dsf.checking.values import INF, REAL, TINY, Range, as_range, key_axis
 from dsf.kernels.attention import KVCache
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
@@ -274,7 +274,7 @@ def _hint(name: str, allowed: Range, kind: Kind) -> str:
     if allowed.low == 0 and allowed.high < INF:
         factor = "" if allowed.high == 1 else f"{allowed.high:g} * "
         return f"if it is a logit, give {factor}sigmoid({name})"
-    if allowed.low == -INF and allowed.high == 0:
+    if allowed.low == -INF and allowed.high in (0, -TINY):
         return f"if it is a logit, give logsigmoid({name}) or -softplus({name})"
     return f"if any number may stand there, give softplus({name})" if allowed.low >= 0 and allowed.high == INF else ""
 

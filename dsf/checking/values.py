@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsf.language.annotations import Kind
+from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE
+from dsf.language.spec import Spec
 
 INF = math.inf
 TINY = sys.float_info.min  # the least legal distance: "> 0"
+PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Range:
         if self.is_real:
             return "real"
         if self.low == -INF:
-            return f"≤ {self.high:g}"
+            return "< 0" if self.high == -TINY else f"≤ {self.high:g}"
         if self.low == TINY:
             return "> 0" if self.high == INF else f"in (0, {self.high:g}]"
         return f"≥ {self.low:g}" if self.high == INF else f"in [{self.low:g}, {self.high:g}]"
@@ -43,6 +47,18 @@ class Range:
 
 REAL = Range()
 UNIT = Range(unit=True)
+
+
+def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range:
+    """A user's range of an input as a Range. Raises InputError, naming the owner, unless it is one."""
+    try:
+        low, high = (value.low, value.high) if isinstance(value, Range) else value
+        found = value if isinstance(value, Range) else Range(float(low), float(high))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{owner}: the range of `{name}` must be (low, high), got {value!r}") from error
+    if not found.low <= found.high:
+        raise InputError(f"{owner}: the range of `{name}` is empty: low {found.low:g}, high {found.high:g}")
+    return found
 
 
 def key_axis(kind: Kind) -> int:
@@ -62,3 +78,17 @@ def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
         return allowed.low + normal.abs()
     share = 0.5 * (1 + torch.erf(normal / math.sqrt(2)))
     return allowed.low + (allowed.high - allowed.low) * share
+
+
+def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
+    """Random values of every input, on which demands are tested."""
+    generator = torch.Generator().manual_seed(0)
+    keys = spec.keys_of(PROBE_KEYS)
+    inputs = {}
+    for name, kind in ((i.name, i.kind) for i in spec.inputs):
+        lead = [1, PROBE_TOKENS, *([kind.steps] if kind.steps is not None else [])] if kind.time else []
+        sizes = {KEY: keys // 2 if kind.pair else keys, VALUE: PROBE_CHANNELS}
+        shape = [*lead, PROBE_HEADS, *(sizes[a] for a in (KEY, VALUE) if a in kind.axes)]
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        inputs[name] = plain(ranges[name], normal, key_axis(kind))
+    return inputs
