@@ -35,8 +35,10 @@ def legs_in_pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
 
     n is even. Returns the frequencies ω [N/2] > 0 of Λ, whose blocks are [[-1/2, -ω], [ω, -1/2]], p [N] and B [N],
     float64. The change of basis is orthogonal: it keeps the norms of p, B and states. Source: S4 (arXiv 2111.00396),
-    Theorem 1 and Appendix C.1.
+    Theorem 1 and Appendix C.1. Raises InputError for an odd n.
     """
+    if n % 2:
+        raise InputError(f"legs_in_pairs: n is {n}, expected an even number: a real eigenvalue has no pair")
     a, b = hippo_legs(n)
     p = torch.sqrt(torch.arange(n, dtype=torch.float64) + 0.5)
     skew = a + torch.outer(p, p) + 0.5 * torch.eye(n, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from dsf import Packing, long_convolution
 from dsf.call.asked import check_switches
 from dsf.call.backwards import flipped_packing
-from dsf.call.packing import check_row, tensor_of
+from dsf.call.packing import check_row, tensor_of, values
 from dsf.kernels.reversal import reversed_tokens
 from dsf.language.errors import FormError, InputError
 from dsf.mixers._checks import check_mask
@@ -145,8 +146,13 @@ class Hyena(Owner):
             bounds = None if cu_seqlens is None else flipped_packing(cu_seqlens)
             return reversed_tokens(self(reversed_tokens(x), None, bounds)[0]), None
         tokens = x.shape[1]
-        if tokens > self.filter.l_max and cu_seqlens is None:
-            raise InputError(f"Hyena: {tokens} tokens, but its filters are laid out on l_max = {self.filter.l_max}")
+        if tokens > self.filter.l_max:
+            cuts = [0, tokens] if cu_seqlens is None else values(cu_seqlens)
+            longest = max(end - begin for begin, end in pairwise(cuts))
+            if longest > self.filter.l_max:
+                raise InputError(
+                    f"Hyena: {longest} tokens, but its filters are laid out on l_max = {self.filter.l_max}"
+                )
         u, _ = self.conv1d(self.in_proj(x), None, tensor_of(cu_seqlens, x.device))
         *gates, v = u.unsqueeze(2).chunk(self.order + 1, dim=-1)  # [B, T, 1, d_model]
         filters = self.filter(min(tokens, self.filter.l_max)).unflatten(0, (self.order - 1, -1)).mT  # [order-1, L, C]

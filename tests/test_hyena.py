@@ -120,6 +120,11 @@ def test_hyena_refuses_steps_states_and_longer_sequences():
         m(torch.randn(1, 3, 4), state=torch.zeros(1))
     with pytest.raises(InputError, match="9 tokens, but its filters are laid out on l_max = 8"):
         m(torch.randn(1, 9, 4))
+    packed = torch.randn(1, 13, 4)
+    assert m(packed, cu_seqlens=torch.tensor([0, 8, 13]))[0].shape == packed.shape
+    for bounds in (torch.tensor([0, 4, 13]), dsf.Packing([0, 9, 13])):  # the ninth token did not see the first
+        with pytest.raises(InputError, match="9 tokens, but its filters are laid out on l_max = 8"):
+            m(packed, cu_seqlens=bounds)
     with pytest.raises(InputError, match="order is 1"):
         mixers.Hyena(4, order=1)
 

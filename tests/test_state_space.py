@@ -139,6 +139,8 @@ def test_s4_is_the_bilinear_transform_of_diagonal_plus_rank_one(form):
 
 
 def test_hippo_legs_in_pairs_is_hippo_legs():
+    with pytest.raises(InputError, match="n is 5, expected an even number"):
+        legs_in_pairs(5)
     a, b = hippo_legs(8)
     assert a[3, 1] == -math.sqrt(7 * 3) and a[3, 3] == -4 and a[1, 3] == 0 and b[2] == math.sqrt(5)
     w, p, written = legs_in_pairs(8)
