@@ -57,7 +57,7 @@ class KVCache(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> KVCache:
         """The cache with another dtype."""
-        return self._replace(k=self.k.to(dtype), v=self.v.to(dtype))
+        return KVCache(self.k.to(dtype), self.v.to(dtype), *self[2:])  # torch.compile before 2.13 fails at `_replace`
 
     def numel(self) -> int:
         """How many numbers are stored."""
@@ -72,8 +72,8 @@ class KVCache(NamedTuple):
 
     def rows(self, chosen: Tensor) -> KVCache:
         """Some rows, by their numbers."""
-        found = self.map(lambda x: x.index_select(0, chosen))
-        return found._replace(lengths=self.lengths.index_select(0, chosen))
+        k, v, _, *rest = self.map(lambda x: x.index_select(0, chosen))
+        return KVCache(k, v, self.lengths.index_select(0, chosen), *rest)
 
     def in_use(self) -> Tensor:
         """Whether each place holds a token: bool [B, S]."""
@@ -121,9 +121,8 @@ def extend(
     """
     before = 0 if cache is None else cache.k.shape[2]
     if cache is None and (window is None or k.shape[2] <= window):
-        return KVCache(k, v, counts, bias, angle, None)
-    none = None if bias is None else bias[:, :, :0]
-    old = cache or KVCache(k[:, :, :0], v[:, :, :0], torch.zeros_like(counts), none, None, None)
+        return KVCache(k, v, counts, bias, angle)
+    old = cache or KVCache(k[:, :, :0], v[:, :, :0], torch.zeros_like(counts), None if bias is None else bias[:, :, :0])
     total = before + k.shape[2]
     held = old.lengths if window is None else old.lengths.clamp(max=window)
     keep = int((held + counts).max()) if window is None else min(total, window)
@@ -139,7 +138,7 @@ def extend(
     lengths = old.lengths + counts
     if bias is not None and old.bias is not None:
         bias = put(old.bias if left is None else old.bias + left.unsqueeze(-1), bias)
-    return KVCache(put(old.k, k), put(old.v, v), lengths, bias, angle, None)
+    return KVCache(put(old.k, k), put(old.v, v), lengths, bias, angle)
 
 
 class _Room(NamedTuple):
@@ -200,7 +199,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
     for whole, fresh in zip(found, (k, v), strict=True):
         write_behind(whole, fresh.to(whole.dtype), cache)
     gone = 0 if window is None else max(total - window, 0)
-    after = KVCache(found[0][:, :, gone:], found[1][:, :, gone:], cache.lengths + new, None, None, None)
+    after = KVCache(found[0][:, :, gone:], found[1][:, :, gone:], cache.lengths + new)
     _ROOMS[after.k] = room._replace(begin=room.begin + gone, even=even, lengths=after.lengths)
     if k.dtype != cache.k.dtype:  # the new tokens see themselves as they came
         found = [write_behind(x.to(y.dtype), y, cache) for x, y in zip(found, (k, v), strict=True)]

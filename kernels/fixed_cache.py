@@ -75,7 +75,7 @@ def in_order(cache: KVCache, decays: bool) -> KVCache:
         k, v, bias = (_rolled(x, lengths, 1) for x in (k, v, bias))
     k, v, bias = (x[:, :, :most] for x in (k, v, bias))
     bias = bias.masked_fill(~cache._replace(k=k).in_use()[:, None], 0.0) if decays else None
-    return KVCache(k, v, lengths, bias, angle, None)
+    return KVCache(k, v, lengths, bias, angle)
 
 
 def write(

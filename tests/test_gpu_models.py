@@ -226,3 +226,19 @@ def test_a_compiled_model_is_the_model(mixers, autocast):
         found, expected = ([loss.detach(), *torch.autograd.grad(loss, weights)] for loss in losses)
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= (6e-2 if autocast else 1e-4) * b.norm()  # biases of gates: sums that nearly cancel
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mixers", MIXED, ids=" ".join)
+def test_a_compiled_step_is_the_step(mixers, in_place):
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    with torch.device("cuda"):
+        model = CausalLM(ModelConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=2, mixers=mixers)).eval()
+    ids = torch.randint(0, 97, (2, 44), device="cuda")
+    expected, state, step = model(ids).logits, model(ids[:, :40]).state, torch.compile(model.step)
+    for t in range(40, 44):
+        out = step(ids[:, t], state, in_place=in_place)
+        state = out.state
+        torch.testing.assert_close(out.logits, expected[:, t], rtol=1e-3, atol=1e-4)

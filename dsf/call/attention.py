@@ -41,7 +41,7 @@ def run_attention(
         if final is None:
             return y.to(bound.compute), None
         bias, angle = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
-        return y.to(bound.compute), final._replace(bias=bias, angle=angle)
+        return y.to(bound.compute), KVCache(*final[:3], bias, angle)
     timed = timed_inputs(spec, bound)
     if bounds is None:
         y, final = _run(spec, bound, timed, cache, None, plan, wanted)
@@ -206,7 +206,7 @@ def _behind(
         bias = write_behind(pad(cache.bias + left.unsqueeze(-1), blank), bias, cache)[:, :, -after.k.shape[2] :]
     place = place_behind(cache, s.a.shape[2])
     read = FORMS[form](Scores(s.a, k, v, place, s.late, early, spec.system.window, *scores_options(spec)))
-    return finish(spec, x, read), after._replace(bias=bias, angle=angle)
+    return finish(spec, x, read), KVCache(*after[:3], bias, angle)
 
 
 def scores_options(spec: Spec) -> tuple[bool, float]:
@@ -272,12 +272,12 @@ def _fused(
 ) -> tuple[Tensor, KVCache]:  # fmt: skip
     """Softmax attention without decay: torch's fused attention."""
     even, counts = counts is None, _counts(counts, a)
-    whole, seen = KVCache(k, v, counts, None, None, None), visible(cache, a.shape[2], a.device)
+    whole, seen = KVCache(k, v, counts), visible(cache, a.shape[2], a.device)
     if cache is not None and seen is not None:
         found = append(cache, k, v) if even and _may_append(cache, k, v) else None
         if found is not None:
             angle = None if s is None else _ends(s, counts)[2]
-            return fused(a, found[1], found[2], seen, scale).transpose(1, 2), found[0]._replace(angle=angle)
+            return fused(a, found[1], found[2], seen, scale).transpose(1, 2), KVCache(*found[0][:4], angle)
         cache = cache.to(k.dtype)
         whole = extend(cache, k, v, torch.full_like(counts, a.shape[2]))
         seen = seen[..., : whole.k.shape[2]]

@@ -200,18 +200,23 @@ class _Run:
     def try_laws(self, laws: list[Law]) -> None:
         """Measure every law on its examples; `finite` is measured from the runs of `forms`, too.
 
-        On a GPU several at a time, since most of the time goes into kernels, many of which are compiled at once.
+        On a GPU several at a time, since most of the time goes into kernels, many of which are compiled at once; the
+        first one alone, since torch loads some of its libraries in a way that threads disturb.
         """
         tried: list[tuple[list[Law], Example]] = []
         for law in laws:
             together = [law, LAWS["finite"]] if law.name == "forms" and LAWS["finite"] in laws else [law]
             tried += ((together, example) for example in self.examples_of(law))
         self.drawn += len(tried)
+
+        def measured(one: tuple[list[Law], Example]) -> list[Row]:
+            return list(self.rows(*one))
+
+        found = [measured(one) for one in tried[:1]]
         with ThreadPoolExecutor(THREADS) as threads:
-            each = threads.map if self.compiled else map
-            for rows in each(lambda one: list(self.rows(*one)), tried):
-                for row in rows:
-                    self.keep(row)
+            found += (threads.map if self.compiled else map)(measured, tried[1:])
+        for row in itertools.chain.from_iterable(found):
+            self.keep(row)
 
     def rows(self, laws: list[Law], example: Example) -> Iterator[Row]:
         """The measures of laws on one example, by every form."""

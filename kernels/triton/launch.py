@@ -37,6 +37,7 @@ _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
 if not triton.knobs.runtime.interpret:
     choose_assembler()
 _apart = mend_loading()  # whether threads may load launchers
+_asking = threading.Lock()  # two threads that ask for a kernel at the same time would both compile it
 _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, and the constants behind arguments
 
 
@@ -187,7 +188,7 @@ def _compile(launches: Iterable[Launch], behind: Behind | None = None) -> None:
     if behind is not None:
         threading.Thread(target=_compile_behind, args=(behind, device), name="dsf gradients").start()
     with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, ignore_errors=True) as mode:
-        found = [_warm(x) for x in missing.values()]
+        found = [_asked(x) for x in missing.values()]
         for kernel in found:  # compiled by `_compile_behind`, which has not loaded it, or still to be
             if kernel is not None and kernel not in mode.future_kernels.values():
                 threads.submit(_loaded, getattr(kernel, "result", lambda kernel=kernel: kernel), device)
@@ -202,7 +203,13 @@ def _compile_behind(behind: Behind, device: int) -> None:
     threads = ThreadPoolExecutor(THREADS)
     with torch.cuda.device(device), suppress(Exception), threads, _Mode(threads, ignore_errors=True):
         for x in behind():
-            _warm(x)
+            _asked(x)
+
+
+def _asked(x: Launch) -> Any:
+    """`_warm` within Triton's mode, in which it returns before the kernel is compiled."""
+    with _asking:
+        return _warm(x)
 
 
 def _warm(x: Launch) -> Any:

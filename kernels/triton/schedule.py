@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dsf.kernels.triton.symbolic import Size
-from dsf.kernels.triton.unwritten import Unwritten, evaluate
+from dsf.kernels.triton.unwritten import Unwritten, evaluate, result
 
 ROOM = ("empty_like", "new_empty_strided")  # functions that allocate uninitialised memory
 ALIGNED = 16  # bytes: Triton specialises kernels for pointers that are multiples of it
@@ -292,7 +292,7 @@ class Book:
             self.steps.append(Operation(None, function, _refs(args), {name: _refs(x) for name, x in named.items()}))
             return named.get("out", args[0])
         metas, others = _metas(args), {name: _metas(x) for name, x in named.items()}
-        out = evaluate(function, metas, others) if self.symbolic else function(*metas, **others)
+        out = (evaluate if self.symbolic else result)(function, metas, others)
         if isinstance(out, (tuple, list)) and out and isinstance(out[0], (Tensor, Unwritten)):
             found = [self.seen(x, args) for x in out]
             assert all(x is not None for x in found), f"a schedule has no place for what {title} returns"

@@ -244,14 +244,10 @@ KNOWN: dict[str, Callable[..., Any]] = {
 def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
     """The result of a torch function with Unwritten arguments. Raises Unsaid."""
     title = function.__name__
-    if title == "__setitem__" or (title[-1] == "_" and title[-2] != "_"):
-        return args[0]
-    if "out" in named:
-        return named["out"]
     if title in KNOWN:
         return KNOWN[title](*args, **named)
     given = [x for x in _leaves((args, named)) if isinstance(x, Unwritten)]
-    like = function(*_meta(args), **_meta(named))
+    like = result(function, _meta(args), _meta(named))
     if not isinstance(like, Tensor):
         raise Unsaid(f"what {title} returns")
     if like.dtype == given[0].dtype and title in ("to", "float", "long"):
@@ -264,6 +260,31 @@ def evaluate(function: Callable[..., Any], args: Sequence[Any], named: dict[str,
     if [_number(x) for x in (*out.shape, *out.strides)] != [*like.shape, *like.stride()]:
         raise Unsaid(f"the sizes and strides of what {title} makes")
     return out
+
+
+def result(function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """The result of a torch function on meta tensors.
+
+    What most calls need is said here, for contiguous results: some of torch's own rules are in Python and import SymPy
+    or its compiler, which takes a second or several in the first call of a process.
+    """
+    title, x = function.__name__, args[0]
+    if title in ("empty_like", "zeros_like", "sum") and not named.keys() - {"dtype"}:
+        dtype, steps = named.get("dtype", x.dtype), x.stride()
+        if title != "sum" and steps == dense(x.shape):
+            return x.new_empty(x.shape, dtype=dtype)
+        ordered = steps == dense(x.shape) or (
+            min(x.shape) > 1 and all(a > b for a, b in itertools.pairwise((*steps, 0)))
+        )
+        if title == "sum" and ordered and len(args) == 2 and isinstance(args[1], int) and x.is_floating_point():
+            axis = args[1] % x.dim()
+            return x.new_empty(x.shape[:axis] + x.shape[axis + 1 :], dtype=dtype)
+    if title == "cat" and len({y.dtype for y in x}) == 1:
+        shape, axis = list(x[0].shape), args[1] if len(args) > 1 else named.get("dim", 0)
+        if len(shape) not in (4, 5) or any(y.stride(1) > y.stride(-1) for y in x):  # no image whose channels are last
+            shape[axis] = sum(y.shape[axis] for y in x)
+            return x[0].new_empty(shape)
+    return function(*args, **named)
 
 
 def _strides(title: str, given: Sequence[Unwritten], shape: Sequence[Any]) -> Sequence[Any] | None:

@@ -81,9 +81,11 @@ def _behind(
     made: Any, operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool,
     ends: Tensor | None, *_: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The call of gradients, of a dy like y and without one of the last state."""
+    """The call of gradients, of a dy like y and without one of the last state, which they have where a first one is."""
+    if not keep or (state is not None and state.requires_grad):
+        return None
     y, _final, saved = made
-    return (scan_adjoint, y, None, operands, saved, hole, [x.requires_grad for x in operands], ends) if keep else None
+    return scan_adjoint, y, None, operands, saved, hole, [x.requires_grad for x in operands], ends
 
 
 scan = operator(
