@@ -15,6 +15,7 @@ import triton.language as tl
 import triton_private as private
 from hurried_calls import QUICK, at_once, name_of, tensor_at_once
 from hurried_memory import loaded, stored
+from hurried_source import at_once as rewritten_at_once
 
 PLAIN = {int, float, bool, str, type(None), tl.tensor}
 # Operations of two operands, which numpy does where both have the type of the computation.
@@ -52,6 +53,7 @@ def install() -> None:
     _unwrap_at_once()
     _combine_slices()
     _make_handles()
+    _swap(*private.REWRITE, rewritten_at_once(getattr(*private.REWRITE)))
 
 
 @contextmanager

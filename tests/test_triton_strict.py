@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import hurried
@@ -15,10 +16,12 @@ import triton
 import triton.language as tl
 from hurried_calls import QUICK
 from interpreted import interpreted
-from triton_private import block_of, semantic
+from triton.language import standard
+from triton_private import block_of, rewritten_anew, semantic
 
 import dsf.kernels.triton.interpreter  # noqa: F401  # computes with bfloat16
 from dsf import mixers
+from dsf.kernels.triton.chunk import forward_walk, tiles
 
 pytestmark = interpreted
 
@@ -426,3 +429,16 @@ def test_what_a_launch_puts_into_triton_s_language_goes_with_it() -> None:
 def test_a_kernel_s_errors_name_what_went_wrong_within_its_functions() -> None:
     with pytest.raises(triton.runtime.errors.InterpreterError, match="no such thing"):
         applied[(1,)](torch.ones(16), torch.empty(16), refuse, SIZE=16)
+
+
+@pytest.mark.parametrize("module", [tiles, standard, forward_walk], ids=lambda m: m.__name__)
+def test_a_hurried_interpreter_makes_the_same_code_of_a_kernel_s_source(module: ModuleType) -> None:
+    def code(function: Any) -> list[Any]:
+        made = rewritten_anew(function)
+        parts = [made.__code__.co_code, [str(x) for x in made.__code__.co_consts], list(made.__code__.co_lines())]
+        return [*parts, made.__code__.co_filename, made.__defaults__, made.__annotations__]
+
+    functions = [x for x in vars(module).values() if isinstance(x, type(copied)) and x.fn.__module__ == module.__name__]
+    with hurried.as_it_is():
+        expected = [code(x) for x in functions]
+    assert expected and [code(x) for x in functions] == expected

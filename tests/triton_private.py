@@ -26,6 +26,9 @@ Error = interpreter.InterpreterError
 Handle, Builder, Semantic = interpreter.TensorHandle, interpreter.InterpreterBuilder, TritonSemantic
 TF32, TF32_TIMES_3 = (getattr(interpreter._ir.INPUT_PRECISION, x) for x in ("TF32", "TF32x3"))
 
+# What a rewritten kernel finds beside its own names.
+GLOBALS = vars(interpreter)
+
 # Of a launch.
 ARGUMENTS: Place = (interpreter.GridExecutor, "_init_args_hst")
 GRID: Place = (Builder, "set_grid_dim")
@@ -40,6 +43,7 @@ RESULT: Place = (interpreter.ReduceScanOpInterface, "to_tensor")
 ELEMENT: Place = (Handle, "get_element_ty")
 HANDLE: Place = (Handle, "__init__")
 CALL: Place = (interpreter.InterpretedFunction, "__call__")
+REWRITE: Place = (interpreter.FunctionRewriter, "rewrite_ast")
 # Of how triton.language is wrapped, and of types.
 OPTIONS: Place = (interpreter.interpreter_builder, "options")
 PATCH: Place = (interpreter, "_patch_lang")
@@ -82,6 +86,12 @@ def asked_of(kernel: Any, *args: Any) -> list[Any]:
 def rewritten(function: Any) -> Callable[..., Any]:
     """What Triton's interpreter runs for a function that a kernel calls."""
     found: Callable[..., Any] = function.rewrite()
+    return found
+
+
+def rewritten_anew(function: Any) -> Callable[..., Any]:
+    """The same, whatever was rewritten before."""
+    found: Callable[..., Any] = function.rewriter.rewrite_ast()
     return found
 
 
