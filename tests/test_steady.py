@@ -157,7 +157,7 @@ def test_tokens_past_the_end_reach_no_gradient(recurrence, tokens, dtype):
     inputs = []
     for i in recurrence.spec.inputs:
         sizes = [{"key": 4, "value": 33}[axis] for axis in ("key", "value") if axis in i.kind.axes]
-        lead = (1, tokens, 2) if i.kind.time else (2,)
+        lead = (1, tokens, 1) if i.kind.time else (1,)  # a head's tiles know nothing of other heads
         bounded = i.name in ("a", "b", "c", "w")
         x = leaf(*lead, *sizes, dtype=dtype, low=0.5 if bounded else None)
         if i.name in ("q", "k"):
