@@ -48,14 +48,15 @@ EVERY = pytest.mark.parametrize("r", RECURRENCES, ids=lambda r: r.name)
 @pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "packed"])
 @pytest.mark.parametrize("started", [False, True], ids=["", "started"])
 def test_gradients_equal_the_definition(r, dtype, bounds, started):
+    """Of several rows and heads in float32, where there is one call; in bfloat16 the third, of one row."""
     assert recipe(r.spec) is not None
-    given = sample(r, B=1 if bounds else 2)
+    calls = 3 if dtype == torch.bfloat16 and not bounds else 1
+    given = sample(r, B=1 if bounds or calls > 1 else 2)
     options = {"cu_seqlens": torch.tensor(bounds)} if bounds else {}
-    rows = len(bounds) - 1 if bounds else 2
+    rows = len(bounds) - 1 if bounds else 1 if calls > 1 else 2
     start = torch.randn(rows, 2, *r.state_shape(32, 16), generator=torch.Generator().manual_seed(2)).double()
     start = start if started else None
     expected = outcome(r, given, torch.float64, start, form="naive", **options)
-    calls = 3 if dtype == torch.bfloat16 and not bounds else 1
     found = outcome(r, given, dtype, start, calls, backend="triton", **options)
     compare(found, expected, 2e-6 if dtype == torch.float32 else 2.5e-2)
 
