@@ -38,6 +38,7 @@ KINDS = {  # quotients of float16 are float32
 }  # fmt: skip
 BOOLEAN = np.dtype(bool)
 NEW, HANDLE, TENSOR = object.__new__, private.Handle, tl.tensor
+SIZES = ("shape", "numel", "dtype")  # what a tensor has of its type
 REPEATED = {"fp16", "fp32", "fp64", *INTEGERS}
 _swapped: list[tuple[Any, str, Any, Any]] = []
 
@@ -164,14 +165,16 @@ def _share_types() -> None:
     def filled(self: Any, handle: Any, kind: Any) -> None:
         if "filled" not in kind.__dict__:
             fill(self, None, kind)
-            assert set(self.__dict__) == {"handle", "shape", "numel", "type", "dtype"}  # all that _block sets, too
-            kind.filled = self.shape, self.numel, self.type, self.dtype
-        self.handle = handle
-        self.shape, self.numel, self.type, self.dtype = kind.filled
+            assert set(self.__dict__) == {"handle", "type", *SIZES}  # all that a block has, or finds in its type
+            kind.filled = self.shape, self.numel, self.dtype
+            kind = self.type
+        self.handle, self.type = handle, kind
 
     def same(self: Any, other: Any) -> bool:
         return self is other or (self.name == other.name if isinstance(other, tl.dtype) else equal(self, other))
 
+    for place, name in enumerate(SIZES):
+        setattr(tl.tensor, name, _Made(name, lambda x, place=place: x.type.filled[place]))
     _swap(tl.block_type, "__init__", shared)
     _swap(tl.tensor, "__init__", filled)
     _swap(tl.dtype, "__eq__", same)
@@ -300,8 +303,7 @@ def _repeated(name: str, operation: Callable[..., Any], op: Callable[..., Any]) 
                 data = x.handle.data + size * data.astype(np.uint64) if size else op(x.handle.data, data)
                 if data.dtype is numbers:
                     handle, found = NEW(HANDLE), NEW(TENSOR)  # _block, without a call
-                    handle.data, handle.dtype, handle.attr, found.handle = data, dtype, {}, handle
-                    found.shape, found.numel, found.type, found.dtype = kind.filled
+                    handle.data, handle.dtype, found.handle, found.type = data, dtype, handle, kind
                     return found
         else:
             y = y.value if type(y) is number else y
@@ -342,9 +344,21 @@ def _extreme(operation: Callable[..., Any], op: Any) -> Callable[..., Any]:
 def _block(data: np.ndarray, dtype: Any, kind: Any) -> Any:
     """A tensor of that type with these numbers, whose size is not checked again. kind: of a tensor that there was."""
     handle, found = NEW(HANDLE), NEW(TENSOR)
-    handle.data, handle.dtype, handle.attr, found.handle = data, dtype, {}, handle
-    found.shape, found.numel, found.type, found.dtype = kind.filled
+    handle.data, handle.dtype, found.handle, found.type = data, dtype, handle, kind
     return found
+
+
+class _Made:
+    """An attribute that is made when it is first asked for, of what has it."""
+
+    def __init__(self, name: str, make: Callable[[Any], Any]) -> None:
+        self.name, self.make = name, make
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        if owner is None:
+            raise AttributeError(self.name)
+        found = owner.__dict__[self.name] = self.make(owner)
+        return found
 
 
 def _bytes_of(pointer: Any) -> int:
@@ -458,11 +472,14 @@ def _make_handles() -> None:
     """Numbers fit a dtype where others of their size did; what a pointer points to is found once."""
     make, element = getattr(*private.HANDLE), getattr(*private.ELEMENT)
     fit: set[Any] = set()
+    private.Handle.attr = _Made("attr", lambda _: {})
 
     def made(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         key = (data.itemsize, dtype.name)
         if key in fit:
-            self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+            self.data, self.dtype = data, dtype
+            if attr is not None:
+                self.attr = attr
         else:
             make(self, data, dtype, *(() if attr is None else (attr,)))
             fit.add(key)
