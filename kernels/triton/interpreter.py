@@ -15,6 +15,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+HALF, ONE, ALMOST_HALF = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)  # of float32's bits
 BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
 
@@ -47,14 +48,17 @@ def _hand_on_masks() -> None:
 
 def _wide(bits: np.ndarray) -> np.ndarray:
     """bfloat16 numbers, given by their bits, as float32."""
-    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return (np.ascontiguousarray(bits).astype(np.uint32) << HALF).view(np.float32)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
     """The bits of x rounded to bfloat16, ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
+    rounded = ((bits + ALMOST_HALF + ((bits >> HALF) & ONE)) >> HALF).astype(np.uint16)
+    none = np.isnan(x)
+    if b"\1" in none.tobytes():  # which takes less time than numpy's reductions
+        rounded[none] = 0x7FC0
+    return rounded
 
 
 def _is_bfloat16(x: Any) -> bool:
