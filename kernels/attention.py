@@ -72,8 +72,8 @@ class KVCache(NamedTuple):
 
     def rows(self, chosen: Tensor) -> KVCache:
         """Some rows, by their numbers."""
-        k, v, _, *rest = self.map(lambda x: x.index_select(0, chosen))
-        return KVCache(k, v, self.lengths.index_select(0, chosen), *rest)
+        k, v, _, bias, angle, filled = self.map(lambda x: x.index_select(0, chosen))
+        return KVCache(k, v, self.lengths.index_select(0, chosen), bias, angle, filled)
 
     def in_use(self) -> Tensor:
         """Whether each place holds a token: bool [B, S]."""

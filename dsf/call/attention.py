@@ -41,7 +41,7 @@ def run_attention(
         if final is None:
             return y.to(bound.compute), None
         bias, angle = (None if x is None else x.to(bound.compute) for x in (final.bias, final.angle))
-        return y.to(bound.compute), KVCache(*final[:3], bias, angle)
+        return y.to(bound.compute), KVCache(final.k, final.v, final.lengths, bias, angle)
     timed = timed_inputs(spec, bound)
     if bounds is None:
         y, final = _run(spec, bound, timed, cache, None, plan, wanted)
@@ -206,7 +206,7 @@ def _behind(
         bias = write_behind(pad(cache.bias + left.unsqueeze(-1), blank), bias, cache)[:, :, -after.k.shape[2] :]
     place = place_behind(cache, s.a.shape[2])
     read = FORMS[form](Scores(s.a, k, v, place, s.late, early, spec.system.window, *scores_options(spec)))
-    return finish(spec, x, read), KVCache(*after[:3], bias, angle)
+    return finish(spec, x, read), KVCache(after.k, after.v, after.lengths, bias, angle)
 
 
 def scores_options(spec: Spec) -> tuple[bool, float]:

@@ -208,26 +208,23 @@ class _Run:
             together = [law, LAWS["finite"]] if law.name == "forms" and LAWS["finite"] in laws else [law]
             tried += ((together, example) for example in self.examples_of(law))
         self.drawn += len(tried)
-
-        def measured(one: tuple[list[Law], Example]) -> list[Row]:
-            return list(self.rows(*one))
-
-        found = [measured(one) for one in tried[:1]]
+        found = list(map(self.rows, tried[:1]))
         with ThreadPoolExecutor(THREADS) as threads:
-            found += (threads.map if self.compiled else map)(measured, tried[1:])
+            found += (threads.map if self.compiled else map)(self.rows, tried[1:])
         for row in itertools.chain.from_iterable(found):
             self.keep(row)
 
-    def rows(self, laws: list[Law], example: Example) -> Iterator[Row]:
+    def rows(self, tried: tuple[list[Law], Example]) -> list[Row]:
         """The measures of laws on one example, by every form."""
-        for law in laws:
-            for form in self.forms_of(law):
-                if form == "kernel" and example.tokens > MATRIX_LONGEST:
-                    continue
-                if example.dtype not in self.dtypes_of(law, form):
-                    continue
-                for m in self.measure(law, form, example):
-                    yield Row(law.name, example.dtype, form, m.quantity, m.error, m.tolerance, example, m.detail)
+        laws, example = tried
+        dtype, long = example.dtype, example.tokens > MATRIX_LONGEST
+        return [
+            Row(law.name, dtype, form, m.quantity, m.error, m.tolerance, example, m.detail)
+            for law in laws
+            for form in self.forms_of(law)
+            if dtype in self.dtypes_of(law, form) and not (long and form == "kernel")
+            for m in self.measure(law, form, example)
+        ]
 
     def forms_of(self, law: Law) -> list[str]:
         """The forms on which a law is tested."""

@@ -115,8 +115,12 @@ def runner(x: Launch, capturing: bool = False) -> tuple[Callable[..., Any], tupl
 
 def _compiled(x: Launch) -> Any:
     """The kernel of a launch, which Triton compiles if it has not; None if a hook prevents that."""
-    compiled = _warm(x)
-    return compiled.result() if hasattr(compiled, "result") else compiled  # the caller compiles on other threads
+    return _kept(_warm(x))
+
+
+def _kept(kernel: Any) -> Any:
+    """The kernel, which another thread may still compile."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 def _key(x: Launch) -> Any:
@@ -191,7 +195,7 @@ def _compile(launches: Iterable[Launch], behind: Behind | None = None) -> None:
         found = [_asked(x) for x in missing.values()]
         for kernel in found:  # compiled by `_compile_behind`, which has not loaded it, or still to be
             if kernel is not None and kernel not in mode.future_kernels.values():
-                threads.submit(_loaded, getattr(kernel, "result", lambda kernel=kernel: kernel), device)
+                threads.submit(_loaded, functools.partial(_kept, kernel), device)
 
 
 def _compile_behind(behind: Behind, device: int) -> None:
