@@ -2,6 +2,7 @@
 
 import importlib.util
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,8 +30,9 @@ class Kernel:
 
     @property
     def run(self):
-        """Builds the launcher, as Triton's kernels do."""
-        self.launcher_by = threading.current_thread()
+        """Builds the launcher the first time, as Triton's kernels do."""
+        if not hasattr(self, "launcher_by"):
+            self.launcher_by = threading.current_thread()
         return self
 
     def compile(self):
@@ -71,6 +73,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", device := MagicMock())
+    monkeypatch.setattr(launch, "BESIDE", True)
     launch._ready.clear()
     operators.forget()
     yield
@@ -98,6 +101,27 @@ def test_all_are_compiled_at_the_same_time_and_then_launched_once(monkeypatch):
     assert number == 2 and [(x.dtype, x.data_ptr()) for x in pointers] == [(torch.bfloat16, 0), (torch.bfloat16, 2)]
 
 
+def test_of_threads_that_need_a_kernel_at_the_same_time_one_compiles_it():
+    """Where Triton keeps a kernel that is being compiled from other threads, as before 3.8."""
+    kernel, both = Kernel(), threading.Barrier(2)
+    compiled = kernel.compile
+
+    def slowly():
+        time.sleep(0.2)
+        return compiled()
+
+    def thread():
+        both.wait(timeout=20)
+        run([kernel])
+
+    kernel.compile = slowly
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(thread) for _ in range(2)]:
+            done.result(timeout=20)
+    assert kernel.launches == 2 and len(kernel.compiled_by) == 1
+    assert not launch._promised
+
+
 def test_kernels_of_gradients_are_compiled_beside_the_others_and_loaded_where_they_are_needed(monkeypatch):
     together = threading.Barrier(2)
     own, later = Kernel(together), Kernel(together)
@@ -112,6 +136,13 @@ def test_kernels_of_gradients_are_compiled_beside_the_others_and_loaded_where_th
     gradient(x)
     assert later.launches == len(later.compiled_by) == 1
     assert len({later.launcher_by, *own.compiled_by, *later.compiled_by, threading.current_thread()}) == 4
+
+
+def test_with_few_processors_the_call_s_own_kernels_are_compiled_alone(monkeypatch):
+    monkeypatch.setattr(launch, "BESIDE", False)
+    kernel, asked = Kernel(), []
+    Scheduled(lambda x: launch.launch(kernel, (1,), (x,)) or x.new_empty(8), lambda *x: asked.append(x))(torch.ones(2))
+    assert kernel.launches == 1 and not asked
 
 
 @pytest.mark.parametrize("broken", ["kernel", "host"])

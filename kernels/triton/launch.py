@@ -33,11 +33,13 @@ from dsf.kernels.triton.symbolic import Size
 
 Behind = Callable[[], Iterable[Launch]]
 THREADS = min(8, os.cpu_count() or 1)
+BESIDE = THREADS == 8  # whether there are processors for the kernels of gradients while those of a call are compiled
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
 if not triton.knobs.runtime.interpret:
     choose_assembler()
 _apart = mend_loading()  # whether threads may load launchers
-_asking = threading.Lock()  # two threads that ask for a kernel at the same time would both compile it
+_promised: dict[Any, Any] = {}  # kernels that a thread compiles, which others then wait for
+_asking = threading.Lock()
 _ready: Recent[tuple[Any, tuple[Any, ...]]] = Recent(4096)  # compiled kernels, and the constants behind arguments
 
 
@@ -83,7 +85,7 @@ def _plain(function: Callable[..., Any]) -> int:
 def runnable(schedule: Schedule, behind: Behind | None = None) -> tuple[Callable[..., Any], bool]:
     """(the schedule as a function of its tensors, with its kernels compiled; whether to keep that function).
 
-    behind: what the call's gradients will launch, which another thread compiles if any kernel here is not compiled.
+    behind: what the call's gradients will launch, which another thread compiles where kernels of this call are missing.
     While a CUDA graph is captured the private launcher cannot be tested, and kernels are compiled at their launch.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -189,13 +191,12 @@ def _compile(launches: Iterable[Launch], behind: Behind | None = None) -> None:
     if not missing:
         return
     device = torch.cuda.current_device()
-    if behind is not None:
+    if behind is not None and BESIDE:
         threading.Thread(target=_compile_behind, args=(behind, device), name="dsf gradients").start()
-    with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, ignore_errors=True) as mode:
-        found = [_asked(x) for x in missing.values()]
-        for kernel in found:  # compiled by `_compile_behind`, which has not loaded it, or still to be
-            if kernel is not None and kernel not in mode.future_kernels.values():
-                threads.submit(_loaded, functools.partial(_kept, kernel), device)
+    found = _asked(missing, _Ahead)
+    with ThreadPoolExecutor(THREADS) as threads:
+        for kernel in found:  # those that `_compile_behind` compiled are not loaded
+            threads.submit(_loaded, functools.partial(_kept, kernel), device)
 
 
 def _compile_behind(behind: Behind, device: int) -> None:
@@ -204,16 +205,28 @@ def _compile_behind(behind: Behind, device: int) -> None:
     Nothing is loaded on the GPU, since another thread may capture a graph. A call that needs one of these kernels waits
     for that one. What goes wrong here goes wrong there, too.
     """
-    threads = ThreadPoolExecutor(THREADS)
-    with torch.cuda.device(device), suppress(Exception), threads, _Mode(threads, ignore_errors=True):
-        for x in behind():
-            _asked(x)
+    with torch.cuda.device(device), suppress(Exception):
+        _asked({_key(x): x for x in behind()}, _Mode)
 
 
-def _asked(x: Launch) -> Any:
-    """`_warm` within Triton's mode, in which it returns before the kernel is compiled."""
-    with _asking:
-        return _warm(x)
+def _asked(missing: dict[Any, Launch], mode: Any) -> list[Any]:
+    """The kernels, compiled in this mode of Triton, or promises of those that another thread already compiles.
+
+    All others are compiled when it returns, so that no two threads wait for each other.
+    """
+    found, own = [], []
+    try:
+        with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), mode(threads, ignore_errors=True):
+            for key, x in missing.items():
+                with _asking:
+                    if key not in _promised:
+                        own.append(key)
+                        _promised[key] = _warm(x)
+                    found.append(_promised[key])
+    finally:
+        for key in own:
+            _promised.pop(key, None)
+    return found
 
 
 def _warm(x: Launch) -> Any:
