@@ -224,13 +224,14 @@ def _gpus() -> list[Gpu]:
 def _backends(place: str, step: Step) -> list[Probed]:
     """A record for each probe on each backend of a device; a single one for a backend that cannot run there.
 
-    On a GPU all probes of a backend at a time, since most of the time goes into compiling and loading kernels.
+    Kernels' probes on a GPU run at the same time, since most of it goes into compiling; torch's do not, since it loads
+    some of its libraries in a way that threads disturb.
     """
     records: list[Probed] = []
     for backend in ("torch", "triton"):
         names = INTERPRETED if backend == "triton" and place == "cpu" else PROBES
         step(f"{', '.join(names)} on {backend}, {place}")
-        with ThreadPoolExecutor(1 if place == "cpu" else len(names)) as threads:
+        with ThreadPoolExecutor(1 if place == "cpu" or backend == "torch" else len(names)) as threads:
             found = list(threads.map(partial(_probe, backend=backend, place=place), names))
         same = all(x.status == REFUSED for x in found) and len({x.why for x in found}) == 1
         records += [found[0].model_copy(update={"probe": "all"})] if same else found
