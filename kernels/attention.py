@@ -39,6 +39,7 @@ class KVCache(NamedTuple):
 
     k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype. lengths: [B] int64, tokens so far; a row uses its first
     min(lengths, S) places, the rest is padding (with a window S is at most W, and the places hold the last tokens).
+    Smaller lengths take a row's last tokens back, but not with decays or in fixed memory, where biases depend on them.
     bias: with decays, [B, Hb, S] in the state's dtype, the logarithm of each token's decay since. angle: with turns,
     [B, Ha, N/2 or 1] in the state's dtype, the sum of all angles modulo whole turns; each k is stored turned by minus
     the sum of the angles up to its token.
