@@ -296,3 +296,21 @@ def test_params_that_are_added_have_gradients_of_their_own(form):
     expected = b.grad.clone()
     a.grad.mul_(2)
     assert torch.equal(b.grad, expected)
+
+
+@dsf.recurrence
+def both(q: Key, r: Key, k: Key, l: Key, v: Value, w: Value, a: Scalar, b: Scalar, d: Value) -> System:
+    return System(A=sigmoid(a + b) * I, B=(k + l) * (v + w), C=q + r, D=w + d)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("form", ["naive", "recurrent", "scan", "chunk", "kernel"])
+def test_inputs_of_tokens_that_are_added_have_gradients_of_their_own(form, tokens):
+    """A second backward pass adds to each of them once."""
+    shapes = {i.name: (1, tokens, 2, *(4 for _ in i.kind.axes)) for i in both.spec.inputs}
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
+    loss = both(*leaves, form=form).square().sum()
+    loss.backward(retain_graph=True)
+    expected = [2 * x.grad for x in leaves]
+    loss.backward()
+    assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected, strict=True))

@@ -253,3 +253,16 @@ def test_fox_mixes_a_projection_with_its_tokens_before(tokens, backend):
         found.append([y, *torch.autograd.grad(y.cos().sum(), [kv, share])])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a.detach().double(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+@dsf.tokenwise
+def scaled_twice(x: Key, a: Param[Key], b: Param[Key]):
+    return x * (a + b)
+
+
+def test_params_that_are_added_have_gradients_of_their_own():
+    x, a, b = torch.randn(1, 3, 2, 4), *(torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    scaled_twice(x, a, b, backend="torch").square().sum().backward()
+    expected = b.grad.clone()
+    a.grad.mul_(2)
+    assert torch.equal(b.grad, expected)

@@ -339,9 +339,8 @@ def environment(
 
 def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
     """An input as [B|1, T|1, H, n, p], of size one along axes that it lacks, with shared heads repeated."""
+    x = with_own_gradient(x)
     if not kind.time:
-        if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-            x = x * 1  # torch gives two leaves whose views are added one gradient in the same memory
         x = x[None, None]
     if KEY not in kind.axes:
         x = x.unsqueeze(3)
@@ -352,3 +351,8 @@ def named_axes(kind: Kind, x: Tensor, heads: int) -> Tensor:
     if x.shape[2] == 1:
         return x.expand(-1, -1, heads, -1, -1)
     return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def with_own_gradient(x: Tensor) -> Tensor:
+    """x, or a copy of a leaf: torch gives two leaves whose views are added one gradient in the same memory."""
+    return x * 1 if x.is_leaf and x.requires_grad and torch.is_grad_enabled() else x

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from dsf.call.bind import with_own_gradient
 from dsf.call.calls import allowing, is_transformed
 from dsf.kernels.triton.registry import Registry
 from dsf.language.annotations import Input, kinds_of
@@ -170,7 +171,7 @@ class Tokenwise:
         wide = functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
         env, n = {}, 1
         for i, x in zip(self.inputs, tensors, strict=True):
-            x = x if i.kind.time else x[None, None]
+            x = with_own_gradient(x) if i.kind.time else with_own_gradient(x)[None, None]
             n = x.shape[-1] if KEY in i.kind.axes else n
             x = x.unsqueeze(-1) if KEY in i.kind.axes else x[..., None, None]
             env[symbol_of(i.name, None, i.kind.axes)] = x.to(wide)
