@@ -199,4 +199,4 @@ def _as_scan(chunks: Chunks, initial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     states = associative_scan(combine_dense, moves.transpose(1, 2), writes.transpose(1, 2))[1].transpose(1, 2)
     starts = torch.cat([initial.unsqueeze(2), states[:, :, : count - 1]], dim=2)
     entries = chunks.known if chunks.weight is None else chunks.known + chunks.weight @ starts
-    return starts, entries, states[:, :, -1]
+    return starts, entries, states[:, :, -1].clone()  # a view would keep all blocks' states

@@ -129,7 +129,7 @@ def scan_pairs(problem: Problem, state: Tensor | None, length: int) -> tuple[Ten
             seen = torch.cat([current.unsqueeze(1), seen[:, :-1]], dim=1)
         outputs.append((problem.readout[:, first:last] * seen).sum(-2))
         current = states[:, -1]
-    return problem.add_skip(torch.cat(outputs, dim=1)), current
+    return problem.add_skip(torch.cat(outputs, dim=1)), current.clone()  # a view would keep all tokens' states
 
 
 def _states(problem: Problem, state: Tensor, begin: int, count: int) -> Tensor:

@@ -162,6 +162,15 @@ def test_a_step_may_overwrite_any_final_state(recurrence):
 
 
 @EACH
+def test_a_final_state_of_one_sequence_keeps_no_other_state_alive(recurrence):
+    inputs = structures.sample(recurrence, B=1, T=70)
+    for form in recurrence.forms:
+        state = recurrence(**inputs, form=form, return_state=True)[1]
+        kept = state.untyped_storage().nbytes()
+        assert kept == state.nbytes, form
+
+
+@EACH
 def test_gradients_reach_the_initial_state_and_come_through_the_final_one(recurrence):
     inputs = structures.sample(recurrence)
     _, start = recurrence(**structures.sample(recurrence), return_state=True)
