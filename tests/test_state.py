@@ -4,12 +4,15 @@ import copy
 import pickle
 from functools import partial
 
+import mixer_inputs
 import pytest
 import structures
 import torch
 
 import dsf
-from dsf import I, Key, Scalar, System, Value, sigmoid
+from dsf import I, Key, Param, Scalar, System, Value, diag, exp, prev, sigmoid, softplus
+from dsf.call import plan
+from dsf.mixers import mesanet, sink_attention
 
 EACH = pytest.mark.parametrize("recurrence", structures.FINITE, ids=lambda r: r.name)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -168,6 +171,48 @@ def test_a_final_state_of_one_sequence_keeps_no_other_state_alive(recurrence):
         state = recurrence(**inputs, form=form, return_state=True)[1]
         kept = state.untyped_storage().nbytes()
         assert kept == state.nbytes, form
+
+
+@dsf.recurrence
+def segmented(q: Key, k: Key, v: Value, d: Value, p: Param[Key, Value], b: Param[Value], e: Param[Key]) -> System:
+    return System(A=exp(-(softplus(d + b) * exp(p) + sigmoid(d))), B=k * exp(e) * v, C=q, D=b * v)
+
+
+@dsf.recurrence
+def delayed(q: Key, k: Key, v: Value, a: Scalar, p: Param[Key]) -> System:
+    return System(A=sigmoid(a), B=k * exp(p) * v + prev(k * exp(p)) * prev(v), C=q)
+
+
+@dsf.recurrence
+def read_twice(q: Key, k: Key, v: Value, a: Key, g: Value, h: Value) -> System:
+    return System(A=diag(sigmoid(a)), B=k * v, C=q * g + k * h)
+
+
+SHORT = (0, 1, 3, 8, 25, 70, 200)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "tokens", "bounds"),
+    [
+        (segmented, 120, None), (segmented, 200, SHORT), (structures.scalar, 200, SHORT), (delayed, 100, None),
+        (read_twice, 100, None), (mesanet, 60, None), (sink_attention, 200, SHORT),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)  # fmt: skip
+def test_gradients_of_half_precision_are_sums_that_are_rounded_once(recurrence, tokens, bounds, monkeypatch):
+    """Of inputs that several parts of a call take: segments, batches of packed sequences, two systems."""
+    monkeypatch.setattr(plan, "SEGMENT_NUMBERS", 1)  # segments of 16 tokens
+    given = {n: x.bfloat16() for n, x in mixer_inputs.sample(recurrence, 1, tokens).items()}
+    packed = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    found = []
+    for form, dtype in (("naive", torch.float64), ("chunk", torch.bfloat16)):
+        leaves = {n: x.to(dtype).requires_grad_() for n, x in given.items()}
+        y = recurrence(**leaves, form=form, backend="torch", **packed)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(dtype))
+        found.append({n: x.grad for n, x in leaves.items()})
+    for name, expected in found[0].items():
+        least = (expected.bfloat16() - expected).norm()
+        assert (found[1][name] - expected).norm() < 1.2 * least, name
 
 
 @EACH

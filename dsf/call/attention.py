@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsf.call import packing
-from dsf.call.bind import Bound, cache_layout
+from dsf.call.bind import Bound, cache_layout, params_unrounded
 from dsf.call.digits import sums_angles
 from dsf.call.operands import Operands, fused_operands, kernel_operands, operands
 from dsf.call.plan import Plan
@@ -46,7 +46,7 @@ def run_attention(
     if bounds is None:
         y, final = _run(spec, bound, timed, cache, None, plan, wanted)
         return y, _apart(final, bound) if wanted and cache is None else final
-    outputs, caches = [], []
+    outputs, caches, bound = [], [], params_unrounded(spec, bound)
     batches = packing.batches(bounds, bound.device)
     for batch in batches:
         start = None if cache is None else cache.rows(batch.chosen)

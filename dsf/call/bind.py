@@ -74,6 +74,15 @@ def unrounded(bound: Bound) -> Bound:
     return replace(bound, tensors={n: x.float() for n, x in bound.tensors.items()}, dtype=torch.float32)
 
 
+def params_unrounded(spec: Spec, bound: Bound) -> Bound:
+    """The call with half-precision Params in float32. Segments and batches of packed sequences each have a gradient of
+    them: these are then added up in float32, and their sum is rounded once."""
+    if bound.dtype.itemsize != 2:
+        return bound
+    params = {i.name: bound.tensors[i.name].float() for i in spec.inputs if not i.kind.time}
+    return replace(bound, tensors={**bound.tensors, **params}) if params else bound
+
+
 def bind(spec: Spec, args: tuple[Any, ...], kwargs: Mapping[str, Any], one_token: bool = False) -> Bound:
     """Check one call's inputs. Raises InputError with recurrence, argument, expected and given value.
 

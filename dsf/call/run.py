@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsf.call import packing
-from dsf.call.bind import Bound, environment
+from dsf.call.bind import Bound, environment, params_unrounded, unrounded
 from dsf.call.convolve import convolve
 from dsf.call.cost import CONVOLUTION
 from dsf.call.plan import KEEP_NUMBERS, Plan, reads_apart
@@ -53,6 +53,7 @@ def run(
     declaration, where `spec` is the plain system of its frame.
     """
     if reads_apart(spec, plan):  # into runs that have the final state in common
+        bound = unrounded(bound) if plan.backend == "torch" else bound  # whose gradients are added up
         found = [run(part, _bound_of(part, bound), bounds, state, plan, final) for part in apart(spec)]
         (y, last), *more = found
         return sum((other for other, _ in more), start=y), last
@@ -78,6 +79,7 @@ def _run_packed(
             return gpu_scan.fused_scan(spec, bound, timed, state, None, bounds)
         assert isinstance(bounds, Tensor)
         return room_of(spec).run_matrix(spec, bound, timed, state, bounds)
+    bound = params_unrounded(spec, bound)
     for batch in packing.batches(bounds, bound.device):
         start = None if state is None else state.index_select(0, batch.chosen)
         y, final = _run(spec, bound, batch.take(timed), start, batch.valid, plan, declared=declared)
@@ -150,6 +152,7 @@ def _segments(
     spec: Spec, bound: Bound, timed: Timed, state: Tensor | None, valid: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Elementwise systems, one segment of tokens at a time."""
+    bound = params_unrounded(spec, bound)
     names = list(timed)
     first = next(iter(timed.values()))
     sizes, layout = bound.sizes, columns(spec, bound.sizes.p)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, stack
 
-from dsf.call.bind import Bound, environment
+from dsf.call.bind import Bound, environment, unrounded
 from dsf.call.digits import widened
 from dsf.call.plan import Plan, make_plan
 from dsf.call.run import run
@@ -51,6 +51,8 @@ def run_solved(
         wide = widened(bound, torch.float64)
         y, final = run_solved(spec, wide, bounds, None if state is None else state.double(), plan, wanted)
         return y.to(bound.compute), final.to(bound.compute)
+    if plan.backend == "torch":  # both systems take keys and gates, whose gradients are added up
+        bound = unrounded(bound)
     if plan.backend == "triton" and gpu_solve.takes(spec, bound.sizes, bound.dtype, bound.device):
         y, final, last = gpu_solve.run(spec, bound, bounds, state)
     else:
