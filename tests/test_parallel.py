@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from structures import ALL, FINITE, gated_delta, sample, scalar, stabilised, trapezoid, turned
+from structures import ALL, FINITE, gated_delta, remembered, sample, scalar, stabilised, trapezoid, turned
 from torch.autograd import forward_ad
 
 import dsf
@@ -64,6 +64,18 @@ def test_turns_and_previous_values_cross_cuts_packed_in_every_form(recurrence):
             how = {"cu_seqlens": bounds, "initial_state": state, "return_state": True, "form": form, "reverse": reverse}
             expected, got = recurrence(**inputs, **how), recurrence(**inputs, **how, parallel=world)
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_previous_values_of_bfloat16_are_float32_in_states_over_ranks():
+    inputs = {name: x.bfloat16() for name, x in sample(remembered, T=9).items()}
+    state = torch.randn(2, 2, *remembered.state_shape(N=3, P=2), requires_grad=True)
+    found = []
+    for given, world in (({n: x.double() for n, x in inputs.items()}, None), (inputs, Simulated(2))):
+        how = {"initial_state": state.to(given["v"].dtype if world is None else state.dtype), "parallel": world}
+        _, final = remembered(**given, **how, return_state=True)
+        found.append((final, *torch.autograd.grad(final.square().sum(), state)))
+    for expected, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_turns_of_bfloat16_are_summed_in_float64_over_ranks():

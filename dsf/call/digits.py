@@ -17,13 +17,16 @@ from dsf.language.spec import Spec
 def of_enough_digits(spec: Spec, bound: Bound, plan: Plan, spread: bool = False, turned: bool = False) -> Bound:
     """The call in the dtype that it needs; `bound` itself where that is the inputs' dtype.
 
-    Float64 where torch has to find the gradient of Params in an angle; float32 on kernels, which
-    round what they multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is
-    wanted. spread: of tokens over ranks, of which each may have few or none: then it does not depend on how many.
+    Float64 where torch has to find the gradient of Params in an angle; float32 on kernels, which round what they
+    multiply as matrices, where keys and queries are Params, or a gradient of an angle's inputs is wanted; float32 where
+    torch runs a frame, which takes an input several times and remembers previous values in its state. spread: of tokens
+    over ranks, of which each may have few or none: then it does not depend on how many.
     turned: kernels turn keys and queries and add up what turns change (dsf.call.turned), which needs no more digits.
     """
     if sums_angles(spec, bound, plan):
         return widened(bound, torch.float64)
+    if spec.is_framed and plan.backend == "torch" and plan.form != CONVOLUTION:
+        return unrounded(bound)
     kernels = spread or (plan.backend == "triton" and not plan.one_step)
     angles = not turned and _learns(bound, _in_angles(spec))
     if kernels and (spec.has_still_keys or angles):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsf.call.bind import Bound, unrounded
-from dsf.call.cost import CONVOLUTION
+from dsf.call.bind import Bound
 from dsf.call.digits import of_enough_digits, widened
 from dsf.call.frame import Framed, Places, frame_for
 from dsf.call.plan import Plan
@@ -36,8 +35,7 @@ def run_framed(
     if wide.compute != bound.compute:
         y, final = run_framed(spec, wide, bounds, None if state is None else state.to(wide.compute), plan, wanted)
         return y.to(bound.compute), final.to(bound.compute)
-    # Torch computes in float32 anyway, and adds up gradients of what a frame takes several times.
-    bound = unrounded(wide) if plan.backend == "torch" and plan.form != CONVOLUTION else wide
+    bound = wide
     places = None if bounds is None else Places.of(bounds, bound.sizes.tokens, bound.device)
     kind = TurnedByKernels if turned else Framed
     framed = kind(spec, frame, bound, places, state, None if isinstance(bounds, list) else bounds)
