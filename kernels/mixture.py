@@ -33,6 +33,9 @@ def token_mixtures(
         from dsf.kernels.triton.layer.mixture import mix_tokens
 
         return tuple(mix_tokens(x, other, list(shares), more))
+    if shares:  # float32 shares make float32 results, for which half precision is too few digits
+        kind = torch.promote_types(x.dtype, shares[0].dtype)
+        x, other = x.to(kind), other.to(kind)
     change = other - x
     if more is None:
         return tuple(torch.addcmul(x, change, share) for share in shares)

@@ -61,7 +61,8 @@ def test_half_precision(of_shares, backend):
     assert all(y.dtype == of_shares for y in found[:4])
     assert [g.dtype for g in found[4:]] == [y.dtype for y in leaves]
     for i, (a, b) in enumerate(zip(found, outcome(definition, wide(leaves)), strict=True)):
-        least = (b.to(a.dtype).double() - b).abs().mean() if backend == "triton" else 4e-3 * b.abs().mean()
+        once = backend == "triton" or of_shares == torch.float32
+        least = (b.to(a.dtype).double() - b).abs().mean() if once else 4e-3 * b.abs().mean()
         assert (a.double() - b).abs().mean() <= 1.5 * least + 2e-6 * b.abs().mean(), i
 
 
