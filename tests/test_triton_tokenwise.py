@@ -266,3 +266,26 @@ def test_params_that_are_added_have_gradients_of_their_own():
     expected = b.grad.clone()
     a.grad.mul_(2)
     assert torch.equal(b.grad, expected)
+
+
+def test_equal_functions_outlive_each_other_and_keep_their_own_torch():
+    def declared(by_torch=None):
+        @dsf.tokenwise(by_torch=by_torch)
+        def halved(x: Key, w: Param[Key]):
+            return 0.5 * x * w
+
+        return halved
+
+    x, w = torch.ones(1, 2, 1, 4), torch.ones(1, 4)
+    by_expression, other, last = declared(), declared(lambda x, w: 0.25 * x * w), declared()
+    assert by_expression.key == other.key
+    assert float(by_expression(x, w, backend="torch")[0, 0, 0, 0]) == 0.5
+    assert float(other(x, w, backend="torch")[0, 0, 0, 0]) == 0.25
+    del last, by_expression
+    gc.collect()
+    assert float(other(x, w, backend="torch")[0, 0, 0, 0]) == 0.25
+    assert float(tokenwise.tokenwise_in_graph(other.key, "torch", x, w)[0, 0, 0, 0]) == 0.5
+    key = other.key
+    del other
+    gc.collect()
+    assert key not in tokenwise._known

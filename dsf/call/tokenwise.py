@@ -76,7 +76,8 @@ class Tokenwise:
         self._unprinted = {x.op for x in children_first(root)} & BY_TORCH_ALONE
         text = repr(([(i.name, str(i.kind)) for i in self.inputs], _content(root)))
         self.key = f"{self.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        _known[self.key] = self
+        first = _known.setdefault(self.key, self)
+        self._first = None if first is self else first  # graphs call that one, so it lives as long as any equal one
 
     def _check(self, root: Any) -> None:
         if not isinstance(root, Expr):
@@ -109,7 +110,19 @@ class Tokenwise:
         tensors = self._bound(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             allow()
-        return tokenwise_in_graph(self.key, backend, *tensors)
+            return tokenwise_in_graph(self.key, backend, *tensors)
+        return self.run(backend, *tensors)
+
+    def run(self, backend: str, *tensors: Tensor) -> Tensor:
+        """The result, of inputs in their order that fit."""
+        like = next(x.dtype for x, i in zip(tensors, self.inputs, strict=True) if i.kind.time)
+        if not self.on_kernels(backend, tensors):
+            if self.given is not None:
+                return self.given(*tensors).to(like)
+            return self.evaluated(tensors, like)
+        from dsf.kernels.triton.pointwise.tokenwise_ops import tokenwise as launched
+
+        return launched(list(tensors), self.program, like)
 
     def _bound(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> list[Tensor]:
         """The inputs in their order. Raises InputError."""
@@ -192,15 +205,7 @@ def _runs(device: torch.device) -> bool:
 
 def tokenwise_in_graph(key: str, backend: str, *tensors: Tensor) -> Tensor:
     """A call of the function of that key, as one node of a compiled graph."""
-    function = _known[key]
-    like = next(x.dtype for x, i in zip(tensors, function.inputs, strict=True) if i.kind.time)
-    if not function.on_kernels(backend, tensors):
-        if function.given is not None:
-            return function.given(*tensors).to(like)
-        return function.evaluated(tensors, like)
-    from dsf.kernels.triton.pointwise.tokenwise_ops import tokenwise as run
-
-    return run(list(tensors), function.program, like)
+    return _known[key].run(backend, *tensors)
 
 
 allow = allowing(tokenwise_in_graph)
