@@ -42,7 +42,9 @@ def test_schedules_are_what_a_call_runs(name, monkeypatch):
     given = {n: x.float().requires_grad_() for n, x in sample(recurrence, tokens=21).items()}
     made, ran = recurrence.plan(**given, backend="triton").schedules(True), []
     runnable = operators.runnable
-    monkeypatch.setattr(operators, "runnable", lambda schedule: ran.append(schedule) or runnable(schedule))
+    monkeypatch.setattr(
+        operators, "runnable", lambda schedule, *more: ran.append(schedule) or runnable(schedule, *more)
+    )
     recurrence(**given, backend="triton").sum().backward()
     assert [[(x.kernel, x.grid) for x in y.launches] for y in made] == [
         [(x.kernel, x.grid) for x in y.launches] for y in ran

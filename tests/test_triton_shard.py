@@ -150,9 +150,9 @@ def launched(monkeypatch):
     found = Counter()
     runnable = operators.runnable
 
-    def noted(schedule):
+    def noted(schedule, *more):
         found.update(x.kernel.__name__ for x in schedule.launches)
-        return runnable(schedule)
+        return runnable(schedule, *more)
 
     monkeypatch.setattr(operators, "runnable", noted)
     return found
