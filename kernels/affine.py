@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 EMPTY = -1e30  # running maximum before anything was written
-KINDS = ("identity", "scale", "dense", "channel")
 
 
 @dataclass(frozen=True)
