@@ -150,13 +150,18 @@ def dense(x: Scores) -> Read:
 
 def stepwise(x: Scores) -> Read:
     """The recurrent form: one token after the other with the places that it sees."""
-    found = []
-    for t in range(x.a.shape[2]):
-        keys = x.span(t, t + 1)
-        w, m = weights(x, t, t + 1, keys)
+    return _in_blocks(x, 1)
+
+
+def _in_blocks(x: Scores, size: int) -> Read:
+    """Blocks of this many queries, one after the other, each with the places that it sees."""
+    found, tokens = [], x.a.shape[2]
+    for begin in begins(tokens, size):
+        end = min(begin + size, tokens)
+        keys = x.span(begin, end)
+        w, m = weights(x, begin, end, keys)
         found.append((grouped_product(w, x.v[:, :, keys]), w.sum(-1), m))
-    num, total, m = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
-    return Read(num, total, m)
+    return Read(*(torch.cat(parts, dim=2) for parts in zip(*found, strict=True)))
 
 
 def begins(tokens: int, size: int) -> list[int]:
@@ -175,13 +180,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Scores, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        found, tokens, size = [], x.a.shape[2], x.block()
-        for begin in begins(tokens, size):
-            end = min(begin + size, tokens)
-            keys = x.span(begin, end)
-            w, m = weights(x, begin, end, keys)
-            found.append((grouped_product(w, x.v[:, :, keys]), w.sum(-1), m))
-        num, total, m = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+        num, total, m = _in_blocks(x, x.block())
         ctx.options = (x.window, x.exponential, x.floor)
         ctx.save_for_backward(x.a, x.k, x.v, x.place, x.late, x.early, m, x.at)
         ctx.mark_non_differentiable(m)
