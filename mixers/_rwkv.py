@@ -15,6 +15,8 @@ from dsf.mixers._conv import TokenShift
 from dsf.mixers._module import Mixer, Side
 from dsf.mixers._norm import layer_norm
 
+EPS = 64e-5  # of the norm of each head, as in the released training code
+
 
 class TimeMix(Mixer):
     """Base of the RWKV layers: every projection has its own mixture of a token and the one before as input.
@@ -68,11 +70,11 @@ def zigzag(size: int) -> Tensor:
     return (torch.arange(size) + 1) % 3 - 1.0
 
 
-def group_norm(y: Expr, weight: Expr, bias: Expr, eps: float) -> Expr:
+def group_norm(y: Expr, weight: Expr, bias: Expr) -> Expr:
     """LayerNorm of each head, then weight and bias of each channel, as an expression."""
-    return layer_norm(y, eps) * weight + bias
+    return layer_norm(y, EPS) * weight + bias
 
 
-def group_norm_by_torch(y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def group_norm_by_torch(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The same of tensors [B, T, H, N], [H, N]."""
-    return torch.nn.functional.layer_norm(y, y.shape[-1:], eps=eps) * weight + bias
+    return torch.nn.functional.layer_norm(y, y.shape[-1:], eps=EPS) * weight + bias

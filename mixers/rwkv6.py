@@ -34,19 +34,19 @@ def rwkv6_rate(r: Key, k: Key, v: Value, w: Key, u: Param[Key], w0: Param[Key]) 
 
 
 def _gated_by_torch(y: Tensor, weight: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
-    return group_norm_by_torch(y, weight, bias, 64e-5) * F.silu(gate)
+    return group_norm_by_torch(y, weight, bias) * F.silu(gate)
 
 
-@dsf.tokenwise(by_torch=partial(group_norm_by_torch, eps=64e-5))
+@dsf.tokenwise(by_torch=group_norm_by_torch)
 def normed(y: Key, weight: Param[Key], bias: Param[Key]) -> Expr:
     """What the layer makes of y without a gate."""
-    return group_norm(y, weight, bias, 64e-5)
+    return group_norm(y, weight, bias)
 
 
 @dsf.tokenwise(by_torch=_gated_by_torch)
 def gated_norm(y: Key, weight: Param[Key], bias: Param[Key], gate: Key) -> Expr:
     """What it makes of y and the gate."""
-    return group_norm(y, weight, bias, 64e-5) * silu(gate)
+    return group_norm(y, weight, bias) * silu(gate)
 
 
 class RWKV6(TimeMix):

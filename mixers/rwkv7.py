@@ -58,7 +58,7 @@ def _read(
     y: Expr, r: Expr, k: Expr, v: Expr, a: Expr, a0: Expr, k_a: Expr, r_k: Expr, weight: Expr, bias: Expr
 ) -> Expr:
     key = _replaced(k, a, a0, k_a)[1]
-    return group_norm(y, weight, bias, 64e-5) + dot(r, r_k * key) * v
+    return group_norm(y, weight, bias) + dot(r, r_k * key) * v
 
 
 def _read_by_torch(
@@ -67,7 +67,7 @@ def _read_by_torch(
 ) -> Tensor:  # fmt: skip
     rate = (a0.to(a.dtype) + a).sigmoid()
     key = k * (1 + (rate - 1) * k_a)
-    return group_norm_by_torch(y, weight, bias, 64e-5) + (r * key * r_k).sum(-1, keepdim=True) * v
+    return group_norm_by_torch(y, weight, bias) + (r * key * r_k).sum(-1, keepdim=True) * v
 
 
 @dsf.tokenwise(by_torch=_read_by_torch)
