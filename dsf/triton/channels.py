@@ -15,9 +15,8 @@ from dsf.call.bind import Bound, Sizes
 from dsf.language.annotations import Input
 from dsf.language.derived import derived, interned
 from dsf.language.expr import REDUCTIONS, VALUE, Expr, const, rewritten
-from dsf.language.frame import map_operator
+from dsf.language.frame import map_system
 from dsf.language.spec import Spec
-from dsf.language.system import System
 
 
 def takes(spec: Spec, sizes: Sizes) -> bool:
@@ -45,10 +44,7 @@ def as_channels(spec: Spec, shared: frozenset[str]) -> Spec:
     def change(x: Expr) -> Expr:
         return rewritten(x, of_node)
 
-    steps = [System(A=map_operator(s.A, change), B=change(s.B)) for s in spec.system.micro_steps]
-    *earlier, last = steps
-    read = None if spec.system.C is None else change(spec.system.C)
-    system = replace(last, C=read, D=change(spec.system.D), read=spec.system.read, earlier=tuple(earlier))
+    system = map_system(replace(spec.system, gauge=None, window=None), change)
     return interned(replace(spec, inputs=inputs, system=system))
 
 
