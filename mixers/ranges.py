@@ -16,9 +16,9 @@ from dsf.call.bind import bind
 from dsf.call.record import decays
 from dsf.checking.ranges import ranges_of
 from dsf.checking.values import Range, key_axis
-from dsf.language.annotations import Input
+from dsf.language.annotations import shape_of
 from dsf.language.errors import InputError
-from dsf.language.expr import KEY, VALUE, Expr, inputs_of
+from dsf.language.expr import Expr, inputs_of
 from dsf.language.spec import Spec
 from dsf.mixers._own import inverse_softplus
 
@@ -37,14 +37,6 @@ def squash(x: Tensor, allowed: Range, key_dim: int = -1) -> Tensor:
     if math.isinf(allowed.low):
         return allowed.high - F.softplus(x)
     return allowed.low + (allowed.high - allowed.low) * torch.sigmoid(x)
-
-
-def shape_of(entry: Input, lead: tuple[int, ...], heads: int, n: int, p: int) -> tuple[int, ...]:
-    """Shape of an input: [*lead, (steps,) H, ·], or [H, ·] of a Param."""
-    sides = [size for axis, size in ((KEY, n // 2 if entry.kind.pair else n), (VALUE, p)) if axis in entry.kind.axes]
-    if not entry.kind.time:
-        return (heads, *sides)
-    return (*lead, *((entry.kind.steps,) if entry.kind.steps else ()), heads, *sides)
 
 
 def random_inputs(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsf.call.recurrence import Recurrence, State
 from dsf.checking.values import INF, Range, key_axis, plain
-from dsf.language.annotations import Kind
-from dsf.language.expr import KEY, VALUE, inputs_of
+from dsf.language.annotations import Kind, shape_of
+from dsf.language.expr import inputs_of
 from dsf.language.spec import Spec
 
 FAR = {"low": 10.0, "high": 70.0}  # the farthest half-bounded inputs; e^-70 = 4e-31 is the smallest decay
@@ -131,7 +131,9 @@ class Example(Drawn):
             name, kind = entry.name, entry.kind
             allowed = ranges[name]
             regime = self.regimes.get(name) or regimes_of(recurrence.spec, name, allowed)[0]
-            x = _draw(allowed, regime, self._shape(recurrence.spec, name, kind), kind, self._generator(name))
+            heads = self.groups.get(name, self.heads) if kind.time else self.heads
+            shape = shape_of(entry, (self.batch, self.tokens), heads, recurrence.spec.keys_of(self.n), self.p)
+            x = _draw(allowed, regime, list(shape), kind, self._generator(name))
             half = self.torch_dtype in (torch.float16, torch.bfloat16)
             dtype = torch.float32 if half and not kind.time else self.torch_dtype
             out[name] = x.to(dtype).to(device)
@@ -148,14 +150,6 @@ class Example(Drawn):
         with torch.no_grad():
             state: State = recurrence(**inputs, return_state=True)[1]
         return state
-
-    def _shape(self, spec: Spec, name: str, kind: Kind) -> list[int]:
-        keys = spec.keys_of(self.n)
-        axes = [{KEY: keys // 2 if kind.pair else keys, VALUE: self.p}[a] for a in (KEY, VALUE) if a in kind.axes]
-        if not kind.time:
-            return [self.heads, *axes]
-        steps = [kind.steps] if kind.steps is not None else []
-        return [self.batch, self.tokens, *steps, self.groups.get(name, self.heads), *axes]
 
     def _generator(self, name: str) -> torch.Generator:
         """An input's generator, seeded by its name and the seed only, not by other inputs."""

@@ -17,19 +17,9 @@ from dsf.checking.states import rows_of
 from dsf.checking.values import Range
 from dsf.fuzz.caches import given_type
 from dsf.fuzz.case import Case
-from dsf.language.annotations import Kind
-from dsf.language.expr import KEY, VALUE
+from dsf.language.annotations import Kind, shape_of
 
 Ranges = Mapping[str, Range]
-
-
-def shape_of(case: Case, kind: Kind, heads: int, tokens: int, batch: int) -> list[int]:
-    """The shape of an input."""
-    keys = case.n // 2 if kind.pair else case.n
-    axes = [{KEY: keys, VALUE: case.p}[a] for a in (KEY, VALUE) if a in kind.axes]
-    if not kind.time:
-        return [case.heads, *axes]
-    return [batch, tokens, *([kind.steps] if kind.steps is not None else []), heads, *axes]
 
 
 def numbers(recurrence: Recurrence, ranges: Ranges, case: Case, call: int) -> dict[str, Tensor]:
@@ -37,13 +27,15 @@ def numbers(recurrence: Recurrence, ranges: Ranges, case: Case, call: int) -> di
     found: dict[str, Tensor] = {}
     owner = _narrowest(ranges, case)
     order = sorted(recurrence.spec.inputs, key=lambda i: i.name != owner)  # the narrowest aliased input first
-    for name, kind in ((i.name, i.kind) for i in order):
+    for entry in order:
+        name, kind = entry.name, entry.kind
         shared = case.is_one(call) and name in case.alias and name != owner
         if shared and not case.overlap:
             found[name] = found[owner]
             continue
         regime = case.regimes.get(name) or regimes_of(recurrence.spec, name, ranges[name])[0]
-        shape = shape_of(case, kind, case.groups.get(name, case.heads), case.tokens, case.batch)
+        heads = case.groups.get(name, case.heads) if kind.time else case.heads
+        shape = list(shape_of(entry, (case.batch, case.tokens), heads, case.n, case.p))
         if shared:  # one token later than the first
             shape[1] = 1
         x = draw_tensor(ranges[owner if shared else name], regime, shape, kind, _seed(case, name, call))
@@ -85,8 +77,9 @@ def states(recurrence: Recurrence, ranges: Ranges, case: Case) -> list[State | N
     inputs: dict[str, Any] = {}
     for entry in recurrence.spec.inputs:
         regime = regimes_of(recurrence.spec, entry.name, ranges[entry.name])[0]
-        few = case.groups.get(entry.name, case.heads) if recurrence.spec.is_attention else case.heads  # caches have few
-        shape = shape_of(case, entry.kind, few, PREFIX, case.calls * case.rows)
+        grouped = recurrence.spec.is_attention and entry.kind.time  # caches have few heads
+        few = case.groups.get(entry.name, case.heads) if grouped else case.heads
+        shape = list(shape_of(entry, (case.calls * case.rows, PREFIX), few, case.n, case.p))
         inputs[entry.name] = draw_tensor(ranges[entry.name], regime, shape, entry.kind, _seed(case, entry.name, 0))
     with torch.no_grad():
         state = recurrence(**inputs, return_state=True, form="recurrent", backend="torch")[1]

@@ -111,6 +111,14 @@ class Input:
     kind: Kind
 
 
+def shape_of(entry: Input, lead: tuple[int, ...], heads: int, n: int, p: int) -> tuple[int, ...]:
+    """Shape of an input: [*lead, (steps,) H, ·], or [H, ·] of a Param."""
+    sides = [size for axis, size in ((KEY, n // 2 if entry.kind.pair else n), (VALUE, p)) if axis in entry.kind.axes]
+    if not entry.kind.time:
+        return (heads, *sides)
+    return (*lead, *((entry.kind.steps,) if entry.kind.steps else ()), heads, *sides)
+
+
 def _axes_of(items: tuple[Any, ...], where: str) -> Axes:
     for item in items:
         if not (isinstance(item, type) and hasattr(item, "kind")):
