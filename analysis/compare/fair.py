@@ -16,6 +16,7 @@ from torch import Tensor
 from dsf.analysis._write import whole
 from dsf.analysis.compare import recall
 from dsf.analysis.compare.records import Kind, Learnt, Parameters, Spread
+from dsf.analysis.measures.state import parameter_count
 from dsf.analysis.subjects import Subject, find
 from dsf.analysis.text import Text
 from dsf.analysis.training import (
@@ -164,7 +165,7 @@ def learn(
         kind=kind,
         layer=_name(make),
         has_convolution=mixer.conv1d is not None,
-        parameters=Parameters(model=_count(first), mixer=_count(mixer)),
+        parameters=Parameters(model=parameter_count(first), mixer=parameter_count(mixer)),
         hidden=setup.hidden or 2 * setup.d_model,
         rates=trials,
         rate=rate,
@@ -254,10 +255,6 @@ def load(path: Path) -> ByteLM:
 
 def _together(runs: Sequence[dict[str, float]]) -> dict[str, Spread]:
     return {key: Spread.of([run[key] for run in runs]) for key in runs[0]}
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _name(make: Make) -> str:
