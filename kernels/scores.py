@@ -105,16 +105,11 @@ def place_behind(cache: KVCache, tokens: int) -> Tensor:
     return torch.where(index < held + tokens, index - held, AWAY)
 
 
-def weights(x: Scores, begin: int, end: int, keys: slice) -> tuple[Tensor, Tensor]:
-    """w [B, H, ·, ·] of queries begin … end in scale e^{-m}, and m [B, H, ·]."""
-    w, _, m = _weights(x, begin, end, keys)
-    return w, m
-
-
 def _weights(
     x: Scores, begin: int, end: int, keys: slice, m: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """w, its derivative by the scores if that differs from w, and m."""
+    """w [B, H, ·, ·] of queries begin … end in scale e^{-m}, its derivative by the scores if that differs from w, and m
+    [B, H, ·]."""
     scores = grouped_product(x.a[:, :, begin:end], x.k[:, :, keys].transpose(-1, -2))
     bias, seen = x.bias(begin, end, keys), x.seen(begin, end, keys)
     if x.exponential:
@@ -144,7 +139,7 @@ def grouped_product(a: Tensor, b: Tensor) -> Tensor:
 def dense(x: Scores) -> Read:
     """The kernel form: one matrix of weights."""
     tokens = x.a.shape[2]
-    w, m = weights(x, 0, tokens, slice(0, x.k.shape[2]))
+    w, _, m = _weights(x, 0, tokens, slice(0, x.k.shape[2]))
     return Read(grouped_product(w, x.v), w.sum(-1), m)
 
 
@@ -159,7 +154,7 @@ def _in_blocks(x: Scores, size: int) -> Read:
     for begin in begins(tokens, size):
         end = min(begin + size, tokens)
         keys = x.span(begin, end)
-        w, m = weights(x, begin, end, keys)
+        w, _, m = _weights(x, begin, end, keys)
         found.append((grouped_product(w, x.v[:, :, keys]), w.sum(-1), m))
     return Read(*(torch.cat(parts, dim=2) for parts in zip(*found, strict=True)))
 
