@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.analysis.analyze.tables import nbytes
-from dsf.analysis.compare.pictures import CONTRAST, HALF, WIDE, printable, shades
+from dsf.analysis.compare.pictures import CONTRAST, HALF, WIDE, name_rows, printable, shades
 from dsf.analysis.records import Eigenvalues
 from dsf.analysis.report import count
 from dsf.analysis.report.figures import INK, MONO, fade, new_figure
@@ -39,7 +39,7 @@ def spectra(found: Mapping[str, Eigenvalues], colors: Colors) -> Any:
     above = any(values.share_above_one > 1e-3 for values in found.values())
     axes.set_xlim(shape.low if negative else 0, shape.high if above else 1.01)
     axes.set_ylim(len(found) - 0.5, -0.5)
-    _name_rows(axes, list(found))
+    name_rows(axes, list(found), fontsize=8)
     part = "real part of the " if any(values.plane is not None for values in found.values()) else ""
     axes.set_xlabel(f"{part}eigenvalue of one token's transition" + ("" if part else ": 0 clears, 1 keeps"))
     return figure
@@ -108,7 +108,7 @@ def tokens(found: Mapping[str, Sequence[float]], colors: Colors, key: str, piece
     font = {"fontfamily": MONO, "fontsize": 8}
     axes.set_xticks(range(size), [printable(p) for p in pieces], rotation=90 if long else 0, **font)
     axes.xaxis.tick_top()
-    _name_rows(axes, list(found))
+    name_rows(axes, list(found), fontsize=8)
     axes.tick_params(axis="x", length=0, pad=2)
     for side in axes.spines.values():
         side.set_visible(False)
@@ -191,12 +191,6 @@ def _tinted(shade: Tensor, color: str) -> Tensor:
     out = torch.tensor([*to_rgb(color), 0.0]).expand(*shade.shape, 4).clone()
     out[..., 3] = 0.04 + 0.96 * shade
     return out
-
-
-def _name_rows(axes: Any, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
 
 
 def _name_columns(axes: Any, names: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ def learning(records: Sequence[MixerRecord], colors: Colors, yardsticks: Mapping
     for name, value in yardsticks.items():
         axes.axvline(value, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
         axes.text(value, len(ordered) - 0.35, f" {name}", va="bottom", fontsize=8, alpha=0.8)
-    _rows(axes, [r.name for r in ordered])
+    name_rows(axes, [r.name for r in ordered])
     axes.set_ylim(-0.7, len(ordered) + 0.25)
     axes.set_xlim(low, high)
     _legend(axes, ordered)
@@ -57,7 +57,7 @@ def recalled(records: Sequence[MixerRecord], colors: Colors, chance: float, trai
             _dot(axes, found, place - 0.2 * number, colors[name], faint=number, label=gap)
     axes.axvline(chance, color=INK, lw=0.8, ls=(0, (2, 3)), alpha=0.6)
     axes.text(chance, len(ordered) - 0.35, " any value told", va="bottom", fontsize=8, alpha=0.8)
-    _rows(axes, [name for name, _ in ordered])
+    name_rows(axes, [name for name, _ in ordered])
     axes.set_ylim(-0.9, len(ordered) + 0.1)
     axes.set_xlim(-0.03, 1.03)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
@@ -118,8 +118,9 @@ def _dot(
     )  # fmt: skip
 
 
-def _rows(axes: Any, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
+def name_rows(axes: Any, names: Sequence[str], **font: Any) -> None:
+    """Name the rows along the y axis, which has no line."""
+    axes.set_yticks(range(len(names)), names, **font)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 
@@ -150,9 +151,7 @@ def lives(ordered: Mapping[str, HalfLives], colors: Colors, unit: str) -> Any:
     axes.set_xscale("log")
     axes.set_xlim(0.08, 1.6 * LONGEST_LIFE)
     axes.set_xticks(ticks, ["0.1", "1", "10", "100", "1,000", "10,000", "never"])
-    axes.set_yticks(range(len(ordered)), list(ordered))
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+    name_rows(axes, list(ordered))
     axes.set_ylim(-0.6, len(ordered) - 0.4)
     axes.set_xlabel(f"half-life in {unit}")
     axes.grid(axis="x")
@@ -274,9 +273,7 @@ def speeds(records: Sequence[MixerRecord], colors: Colors, forms: Sequence[str])
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(markers), frameon=False, fontsize=8)
     axes.set_xscale("log")
     axes.set_xticks(*_count_ticks(*axes.get_xlim()))
-    axes.set_yticks(range(len(ordered)), [r.name for r in ordered])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+    name_rows(axes, [r.name for r in ordered])
     axes.set_ylim(-0.6, len(ordered) - 0.4)
     axes.set_xlabel("tokens per second, one thread (further right is faster)")
     axes.grid(axis="x")
