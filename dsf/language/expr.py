@@ -12,7 +12,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -308,13 +308,13 @@ def symbol_of(name: str, step: int | None, axes: Axes, pair: bool = False) -> Ex
     return Expr("spread", (Expr("input", (), (name, step), axes, PAIR),))
 
 
-def is_paired(x: Expr) -> bool:
-    """True where the entries 2i and 2i + 1 of the Key axis are equal, or x has no Key axis."""
-    if KEY not in x.axes or x.op == "spread":
+def is_paired(x: Expr, equal: Collection[Expr] = ()) -> bool:
+    """True where the entries 2i and 2i + 1 of the Key axis are equal, as in `equal`, or x has no Key axis."""
+    if KEY not in x.axes or x.op == "spread" or x in equal:
         return True
     if x.op in IN_PAIRS:
         return False
-    return bool(x.args) and x.features is None and all(is_paired(a) for a in x.args)
+    return bool(x.args) and x.features is None and all(is_paired(a, equal) for a in x.args)
 
 
 def reduction(op: str, x: Expr) -> Expr:

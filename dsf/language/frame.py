@@ -22,7 +22,6 @@ from dsf.language.derived import interned
 from dsf.language.errors import TraceError
 from dsf.language.expr import (
     BY_TORCH,
-    IN_PAIRS,
     KEY,
     VALUE,
     Axes,
@@ -30,6 +29,7 @@ from dsf.language.expr import (
     children_first,
     const,
     inputs_of,
+    is_paired,
     rebuild,
     rewritten,
     substitute,
@@ -311,11 +311,7 @@ class Made:
 
     def is_paired(self, x: Expr) -> bool:
         """dsf.language.expr.is_paired of an expression without spread nodes."""
-        if KEY not in x.axes or any(x is node for node in self.pairs.values()):
-            return True
-        if x.op in IN_PAIRS:
-            return False
-        return bool(x.args) and x.features is None and all(self.is_paired(a) for a in x.args)
+        return is_paired(x, {*self.pairs.values()})
 
     def by_torch(self, x: Expr) -> Expr:
         """x with operations that only torch computes replaced by inputs."""
