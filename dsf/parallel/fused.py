@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dsf.call.recurrence import Recurrence
 from dsf.kernels.operators import refuse_second_order
 from dsf.language.spec import Spec
 from dsf.parallel.exchange import Exchange
-from dsf.parallel.generic import Job
+from dsf.parallel.generic import Job, grouped
 from dsf.parallel.layout import Layout, rows_of_slots, tokens_of_rows
 from dsf.parallel.rank import Rank, differentiable, no_autocast
 from dsf.parallel.summary import Summary, hollow
@@ -176,8 +175,7 @@ class Through(torch.autograd.Function):
         """The pass for C, the exchange, and the kernels' backward pass."""
         refuse_second_order()
         job = ctx.job
-        rest = iter(ctx.saved_tensors)
-        groups = [[list(islice(rest, count)) for count in counts] for counts in ctx.counts]
+        groups = grouped(ctx.saved_tensors, ctx.counts)
         count = len(job.ranks)
         dfinals = grads[count:] if job.return_state else [None] * count
         ranks = []

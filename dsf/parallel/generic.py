@@ -75,7 +75,7 @@ class Leave(torch.autograd.Function):
         ctx: Any, job: Job, counts: list[list[int]], state: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """(y of every rank, then, with return_state, the global final states on every rank)."""
-        groups = _grouped(tensors, counts)
+        groups = grouped(tensors, counts)
         ctx.counts = counts
         lasts = [g[0][1] for g in groups]
         gains = [rank.frame.gain_of(last) for rank, last in zip(job.ranks, lasts, strict=True)]
@@ -100,7 +100,7 @@ class Leave(torch.autograd.Function):
         if job.return_state:  # zeros where nobody asks for the state: a traced graph would sum them in its forward part
             dfinals = [tied(d, [dy]) for d, dy in zip(grads[count:], dys, strict=True)]
         of_state = torch.zeros_like(saved[-1]) if ctx.needs_input_grad[2] else None  # rows that read it add theirs
-        groups = _grouped(saved, [c[1:] for c in ctx.counts])
+        groups = grouped(saved, [c[1:] for c in ctx.counts])
         ranks = []
         for rank, (starts, _, _, given), dy in zip(job.ranks, groups, dys, strict=True):
             mine = rank.begun(given)
@@ -119,7 +119,7 @@ class Leave(torch.autograd.Function):
         return None, None, of_state, *out
 
 
-def _grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
+def grouped(tensors: Several[Tensor], counts: Several[Several[int]]) -> list[list[list[Tensor]]]:
     """Split the flat list into one list a rank of lists of these lengths."""
     rest = iter(tensors)
     return [[list(islice(rest, count)) for count in several] for several in counts]
