@@ -22,6 +22,7 @@ import torch
 import dsf
 from dsf.analysis.records import File, Number, Record, schema_field
 from dsf.call import guard
+from dsf.checking.compare import words_of
 from dsf.checking.examples import Example
 from dsf.checking.laws import LAWS
 from dsf.checking.measure import KERNELS, TOLERANCE, Subject
@@ -247,7 +248,7 @@ def _probe(name: str, backend: str, place: str) -> Probed:
     except FormError as error:  # the planner's message
         return found(status=REFUSED, why=str(error).partition("but ")[2] or str(error))
     except Exception as error:  # of compiler, driver or launcher: any exception means a broken backend
-        return found(status=BROKEN, why=_words(error), seconds=round(time.perf_counter() - begin, 2))
+        return found(status=BROKEN, why=words_of(error), seconds=round(time.perf_counter() - begin, 2))
     allowed = TOLERANCE["float32"]
     found = partial(found, error=worst, allowed=allowed, seconds=round(time.perf_counter() - begin, 2))
     if worst <= allowed:
@@ -271,10 +272,6 @@ def _worst(name: str, backend: str, place: str) -> tuple[float, str]:
     return worst, at
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def _runs(places: list[str]) -> list[Structure]:
     """For each structure of the zoo, its mixers and what a call of 2,048 tokens runs on each device."""
     structures: dict[str, list[str]] = {}
@@ -287,7 +284,7 @@ def _runs(places: list[str]) -> list[Structure]:
             try:
                 plan = get(names[0]).recurrence.plan(T=2048, H=16, device=place)
             except Exception as error:
-                chosen[place] = Choice(form="nothing", backend="none", kernel="none", refused=_words(error))
+                chosen[place] = Choice(form="nothing", backend="none", kernel="none", refused=words_of(error))
                 continue
             refused = plan.reason.partition("not on triton: ")[2]
             chosen[place] = Choice(form=plan.form, backend=plan.backend, kernel=plan.kernel, refused=refused)
@@ -351,7 +348,7 @@ def _import_triton() -> str:
     try:
         importlib.import_module("triton")
     except Exception as error:
-        return _words(error)
+        return words_of(error)
     return ""
 
 

@@ -17,7 +17,7 @@ import torch
 
 from dsf.call.plan import BACKENDS
 from dsf.call.recurrence import Recurrence
-from dsf.checking.compare import Measure
+from dsf.checking.compare import Measure, words_of
 from dsf.checking.examples import Example, lengths, regimes_of
 from dsf.checking.laws import LAWS, Law
 from dsf.checking.measure import AGAINST, KERNELS, ORACLE, TOLERANCE, Subject
@@ -244,8 +244,7 @@ class _Run:
         try:
             return list(law.measure(self.subject, form, self.subject.supports(form, example)))
         except Exception as error:  # any exception on valid inputs is a failure
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return [Measure("exception", math.inf, 0.0, text)]
+            return [Measure("exception", math.inf, 0.0, words_of(error))]
 
     def keep(self, row: Row) -> None:
         """Keep a row if it is the worst of its law, dtype, quantity and form."""

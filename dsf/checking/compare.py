@@ -104,6 +104,11 @@ def difference(a: Tensor, b: Tensor) -> float:
     return math.inf if math.isnan(worst) else worst
 
 
+def words_of(error: Exception) -> str:
+    """What is reported of an exception, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def same(quantity: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Measure:
     """A measure of 0 where a tensor has this shape and dtype, else infinite."""
     held = tuple(x.shape) == shape and x.dtype == dtype

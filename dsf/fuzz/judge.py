@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsf.call import packing
 from dsf.call.recurrence import Recurrence, State
-from dsf.checking.compare import OUTPUT
+from dsf.checking.compare import OUTPUT, words_of
 from dsf.checking.measure import KERNELS, Subject, distance, misfits, typical_entry
 from dsf.checking.ranges import Given, ranges_of
 from dsf.checking.states import changed
@@ -143,8 +143,7 @@ def _calls(
             start = _start(case, starts[place], memory)
             ran = _run(subject, case, call, leaves, start, cots[place], memory)
         except Exception as error:  # any exception of a legal call is a finding
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return errors, Finding("exception", call, math.inf, 0.0, detail=text)
+            return errors, Finding("exception", call, math.inf, 0.0, detail=words_of(error))
         if memory.changed():
             return errors, Finding("inputs", call, math.inf, 0.0, detail="written to, or what lies around them")
         if again:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dsf.call.recurrence import Recurrence
+from dsf.checking.compare import words_of
 from dsf.checking.measure import KERNELS
 from dsf.checking.ranges import Given, ranges_of
 from dsf.fuzz.case import Case
@@ -254,8 +255,7 @@ def _tried(plan: Plan, subject: Subject, case: Case) -> Verdict:
     try:
         return subject.attempt(case, plan.device, plan.poison)
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return Verdict("wrong", {}, Finding("oracle", 0, math.inf, 0.0, detail=text))
+        return Verdict("wrong", {}, Finding("oracle", 0, math.inf, 0.0, detail=words_of(error)))
 
 
 def _name(subject: Subject) -> str:
