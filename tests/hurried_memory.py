@@ -22,7 +22,7 @@ def everywhere(shape: tuple[int, ...]) -> Any:
 
 
 def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[..., Any]:
-    """`load` of one pointer or a block, masked or not, the rest a number. block: (numbers, dtype, type) -> a tensor."""
+    """`load` of a block of pointers, masked or not, the rest a number. block: (numbers, dtype, type) -> a tensor."""
     known: dict[Any, Any] = {}
     tensor = tl.tensor
 
@@ -30,7 +30,7 @@ def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[...,
         """What loads of such operands share, or None where they are not repeated: (what stands where the mask is false,
         a mask that is true, whether the given mask has the block's shape, dtype, type)."""
         shape, dtype = found.handle.data.shape, found.handle.dtype
-        if ptr.handle.data.shape != shape or ptr.type.scalar.element_ty == tl.int1:
+        if ptr.handle.data.shape != shape or ptr.type.scalar.element_ty == tl.int1 or not found.type.is_block():
             return None
         rest = np.zeros(shape, found.handle.data.dtype)
         if other is not None:
