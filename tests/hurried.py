@@ -211,6 +211,14 @@ def _remember_conversions() -> None:
             return found
         return played(self, x, roles[0]), played(self, y, roles[1])
 
+    def widened(z: tl.tensor, kind: Any) -> tl.tensor:
+        if kind is None or z.type is kind:
+            return z
+        data = z.handle.data
+        if data.shape != tuple(kind.shape):  # what is broadcast cannot be written to, which a store asks of pointers
+            data = np.broadcast_to(data, kind.shape)
+        return _block(data, z.dtype, kind)
+
     def repeated(self: Any, x: Any, y: Any) -> Any:
         shape = getattr(x.type, "shape", None)
         if shape is not None and shape is getattr(y.type, "shape", None):
@@ -221,10 +229,7 @@ def _remember_conversions() -> None:
             found = spread(self, x, y)
             spreads[key] = [z.type if z.type.is_block() else None for z in found]
             return found
-        return tuple(
-            z if kind is None or z.type is kind else _block(np.broadcast_to(z.handle.data, kind.shape), z.dtype, kind)
-            for z, kind in zip((x, y), kinds, strict=True)
-        )
+        return tuple(widened(z, kind) for z, kind in zip((x, y), kinds, strict=True))
 
     _swap(*private.CONVERT, converted)
     _swap(*private.SPREAD, repeated)

@@ -309,6 +309,7 @@ def load_all_ways(x, out, first, REST: tl.constexpr):
     tl.store(out + 128 + at, tl.load(x + at, mask=first < 2, other=REST))
     tl.store(out + 160 + at, tl.load(x + rows * 8, mask=many, other=REST))  # wider than the pointers
     tl.store(out + 192 + at, tl.load(x + at, mask=many, other=rows.to(x.dtype.element_ty)))
+    tl.store(out + 224 + at, tl.load(x + first) + tl.load(x + first), mask=many)
     tl.store(out + 224 + at, tl.load(x + first) + tl.load(x + first, mask=first > 5, other=REST))
 
 
