@@ -17,7 +17,7 @@ import triton.language as tl
 from hurried_calls import QUICK
 from interpreted import interpreted
 from triton.language import standard
-from triton_private import block_of, rewritten_anew, semantic
+from triton_private import Handle, block_of, rewritten_anew, semantic
 
 import dsf.kernels.triton.interpreter  # noqa: F401  # computes with bfloat16
 from dsf import mixers
@@ -309,8 +309,18 @@ def load_all_ways(x, out, first, REST: tl.constexpr):
     tl.store(out + 128 + at, tl.load(x + at, mask=first < 2, other=REST))
     tl.store(out + 160 + at, tl.load(x + rows * 8, mask=many, other=REST))  # wider than the pointers
     tl.store(out + 192 + at, tl.load(x + at, mask=many, other=rows.to(x.dtype.element_ty)))
-    tl.store(out + 224 + at, tl.load(x + first) + tl.load(x + first), mask=many)
     tl.store(out + 224 + at, tl.load(x + first) + tl.load(x + first, mask=first > 5, other=REST))
+
+
+def test_pointers_beside_a_number_can_be_stored_to_the_second_time_too() -> None:
+    """The second ones have a type that is equal to the first ones' and another object."""
+    for _ in range(2):
+        kind = tl.block_type(tl.pointer_type(tl.float32), [4, 8])
+        pointers = tl.tensor(Handle(np.zeros((4, 8), np.uint64), kind.scalar), kind)
+        number = tl.tensor(Handle(np.zeros((), np.float32), tl.float32), tl.float32)
+        found, numbers = semantic().broadcast_impl_value(pointers, number)
+        assert found.handle.data.flags.writeable
+        assert numbers.handle.data.shape == (4, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool])

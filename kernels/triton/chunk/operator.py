@@ -315,7 +315,8 @@ def _behind(
     made: Any, operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
     held: Any = None, border: Tensor | None = None, marks: Any = None, marked: Sequence[int] = (),
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The call of gradients, of a dy like y and without one of the last state, which they have where a first one is."""
+    """The likeliest call of gradients: of a dy like y, without one of the last state. None where none are wanted, and
+    where the first state has one, since the last state then mostly has one, too."""
     if not keep or (state is not None and state.requires_grad):
         return None
     y, _final, saved = made

@@ -164,7 +164,7 @@ def _differentiable(
 
 
 def _behind(made: Any, x: Tensor, *rest: Any) -> tuple[Any, ...] | None:
-    """The call of gradients, of dys like ys and without one of the last state."""
+    """The likeliest call of gradients: of dys like ys, without one of the last state. None where x has none."""
     return (short_convolution_backward, made[0], None, x, *rest) if x.requires_grad else None
 
 
