@@ -256,16 +256,16 @@ def _fold(op: str, a: float, b: float) -> float:
 
 def children_first(*roots: Expr) -> list[Expr]:
     """Every node reachable from roots, each after its operands."""
-    seen, out = set[int](), list[Expr]()
-    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    seen: set[int] = set()  # set[int]() is more than the compiler of torch 2.11 follows
+    out: list[Expr] = []
+    stack = [(r, False) for r in reversed(roots)]
     while stack:
         node, expanded = stack.pop()
         if expanded:
             out.append(node)
         elif id(node) not in seen:
             seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args))
+            stack += [(node, True), *((a, False) for a in reversed(node.args))]
     return out
 
 
