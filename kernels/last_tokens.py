@@ -75,7 +75,9 @@ class _Attention(torch.autograd.Function):
         earlier = _part(a, k[:, :, :before], v[:, :, :before], False, scale)
         own = _part(a, k[:, :, before:], v[:, :, before:], True, scale)
         share = (earlier.z - own.z).sigmoid().unsqueeze(-1)
-        y = torch.lerp(own.y.to(share.dtype), earlier.y.to(share.dtype), share).to(own.y.dtype)
+        y = torch.lerp(own.y.to(share.dtype), earlier.y.to(share.dtype), share)
+        if y.dtype != own.y.dtype:  # a `to` that changes nothing has gradients of zero in torch 2.11's compiler
+            y = y.to(own.y.dtype)
         ctx.save_for_backward(a, k, v, y, torch.logaddexp(earlier.z, own.z))
         ctx.scale, ctx.earlier, ctx.own = scale, earlier.kept, own.kept
         return y
