@@ -1,6 +1,9 @@
 """Triton's private launcher: used with releases it was tried with, after it has launched as Triton itself does."""
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +60,41 @@ def test_modules_of_one_name_stay_apart(monkeypatch, tmp_path):
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda i: load(1 + i % 2).number(), range(200)))
     assert found == [1 + i % 2 for i in range(200)]
+
+
+class Source:
+    """A kernel's source, as Triton compiles it."""
+
+    busy = threading.Lock()
+
+    def make_ir(self, name):
+        assert self.busy.acquire(blocking=False), "two are translated at the same time"
+        time.sleep(0.02)
+        self.busy.release()
+        return name
+
+
+def compiling(src, name):
+    """What Triton asks a mode for compiling on threads to call."""
+    return lambda: src.make_ir(name)
+
+
+def test_one_source_is_translated_at_a_time():
+    asked = [launcher.hurried(compiling(Source(), name)) for name in "abcd"]
+    with ThreadPoolExecutor(4) as threads:
+        assert [x.result() for x in [threads.submit(f) for f in asked]] == ["a", "b", "c", "d"]
+    assert launcher.hurried(own := lambda: "a release that asks otherwise") is own
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.1"])
+def test_of_tried_releases_the_launcher_is_made_beside_the_kernel(version, monkeypatch):
+    made = threading.Event()
+    monkeypatch.setattr(launcher.triton, "__version__", version)
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda src, known: known.launch_pdl or made.set()))
+    monkeypatch.setattr(launcher.triton.runtime, "driver", driver)
+    src = Source()
+    src.make_ir = lambda name: made.wait(timeout=20 if version == "3.6.0" else 0)
+    assert launcher.hurried(compiling(src, "a"))() is (version == "3.6.0")
 
 
 @pytest.mark.gpu

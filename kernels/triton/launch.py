@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 import dsf.kernels.triton.interpreter  # noqa: F401  # mends it before a kernel runs
 from dsf.kernels.recent import Recent
 from dsf.kernels.triton.assembler import choose_assembler, hold, is_sound
-from dsf.kernels.triton.launcher import launcher, mend_loading, prove, proven
+from dsf.kernels.triton.launcher import hash_compiler, hurried, launcher, mend_loading, proven, proving
 from dsf.kernels.triton.player import function
 from dsf.kernels.triton.schedule import Launch, Ref, Schedule, book_of, mapped
 from dsf.kernels.triton.symbolic import Size
@@ -37,6 +37,7 @@ BESIDE = THREADS == 8  # whether there are processors for the kernels of gradien
 _Mode: Any = getattr(triton, "AsyncCompileMode", None)  # since Triton 3.5
 if not triton.knobs.runtime.interpret:
     choose_assembler()
+    hash_compiler()
 _apart = mend_loading()  # whether threads may load launchers
 _promised: dict[Any, Any] = {}  # kernels that a thread compiles, which others then wait for
 _asking = threading.Lock()
@@ -90,8 +91,8 @@ def runnable(schedule: Schedule, behind: Behind | None = None) -> tuple[Callable
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if not capturing:
-        prove()
-        _compile(schedule.launches, behind)
+        with proving():
+            _compile(schedule.launches, behind)
     return function(schedule, functools.partial(runner, capturing=capturing)), not capturing
 
 
@@ -165,15 +166,22 @@ def _pointers(args: tuple[Any, ...]) -> Any:
 
 
 class _Ahead(_Mode or object):  # type: ignore[misc]
-    """Triton's mode for compiling on other threads, which here also build the launchers."""
+    """Triton's mode for compiling on other threads. load: on the GPU, too, that is the current one."""
+
+    def __init__(self, threads: ThreadPoolExecutor, load: bool) -> None:
+        super().__init__(threads, ignore_errors=True)
+        self.load = load
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
-        return super().submit(key, functools.partial(_loaded, compile_fn, torch.cuda.current_device()), finalize_fn)
+        make = hurried(compile_fn)
+        if self.load:
+            make = functools.partial(_loaded, make, torch.cuda.current_device())
+        return super().submit(key, make, finalize_fn)
 
 
-def _loaded(compile_fn: Callable[[], Any], device: int) -> Any:
-    """The compiled kernel, loaded on a GPU, with its launcher, for which Triton runs a C compiler."""
-    kernel = compile_fn()
+def _loaded(make: Callable[[], Any], device: int) -> Any:
+    """The compiled kernel that `make` returns, loaded on a GPU, with its launcher."""
+    kernel = make()
     if _apart:
         with torch.cuda.device(device):
             assert kernel.run
@@ -193,7 +201,7 @@ def _compile(launches: Iterable[Launch], behind: Behind | None = None) -> None:
     device = torch.cuda.current_device()
     if behind is not None and BESIDE:
         threading.Thread(target=_compile_behind, args=(behind, device), name="dsf gradients").start()
-    found = _asked(missing, _Ahead)
+    found = _asked(missing, load=True)
     with ThreadPoolExecutor(THREADS) as threads:
         for kernel in found:  # those that `_compile_behind` compiled are not loaded
             threads.submit(_loaded, functools.partial(_kept, kernel), device)
@@ -206,17 +214,17 @@ def _compile_behind(behind: Behind, device: int) -> None:
     for that one. What goes wrong here goes wrong there, too.
     """
     with torch.cuda.device(device), suppress(Exception):
-        _asked({_key(x): x for x in behind()}, _Mode)
+        _asked({_key(x): x for x in behind()}, load=False)
 
 
-def _asked(missing: dict[Any, Launch], mode: Any) -> list[Any]:
-    """The kernels, compiled in this mode of Triton, or promises of those that another thread already compiles.
+def _asked(missing: dict[Any, Launch], load: bool) -> list[Any]:
+    """The kernels, compiled on several threads, or promises of those that another thread already compiles.
 
     All others are compiled when it returns, so that no two threads wait for each other.
     """
     found, own = [], []
     try:
-        with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), mode(threads, ignore_errors=True):
+        with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, load):
             for key, x in missing.items():
                 with _asking:
                     if key not in _promised:

@@ -8,8 +8,11 @@ launches are public, and 20 to 40 µs slower.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from triton.runtime import build
 TRIED = frozenset({(3, 6)})  # (major, minor) of Triton that were run on a GPU
 LOADER = "_load_module_from_path"  # in triton.runtime.build
 _proof: bool | None = None
+_translating = threading.Lock()
 
 
 class _Factor(NamedTuple):
@@ -61,6 +65,46 @@ def mend_loading() -> bool:
     return True
 
 
+class _Unknown:
+    """Stands for what Triton knows of a kernel once it is compiled; a launcher's C code needs none of it."""
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
+def hurried(compiling: Callable[[], Any]) -> Callable[[], Any]:
+    """What Triton wants called on another thread, such that several of them end sooner.
+
+    Triton translates a kernel's source in Python. Threads that do so at the same time all end late, since one waits for
+    the other at every step. So one does at a time, and the first are soon in LLVM. The C compiler needs nothing but the
+    types of a kernel's arguments: it makes the launcher in the meantime.
+    """
+    source = inspect.getclosurevars(compiling).nonlocals.get("src")
+    make = getattr(source, "make_ir", None)
+    if make is None:  # a release that asks otherwise
+        return compiling
+
+    @functools.wraps(make)
+    def in_turn(*args: Any, **named: Any) -> Any:
+        with _translating:
+            return make(*args, **named)
+
+    def both() -> Any:
+        with ThreadPoolExecutor(1) as thread:  # what goes wrong there does when the kernel is loaded, too
+            thread.submit(triton.runtime.driver.active.launcher_cls, source, _Unknown())
+            return compiling()
+
+    source.make_ir = in_turn  # type: ignore[union-attr]
+    return both if _is_tried() else compiling
+
+
+def hash_compiler() -> None:
+    """Have another thread hash Triton's files, which every kernel is named by and which takes a third of a second."""
+    ahead = getattr(triton.runtime.cache, "triton_key", None)
+    if ahead is not None and torch.cuda.is_initialized():
+        threading.Thread(target=ahead, name="dsf hash", daemon=True).start()
+
+
 def launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """compiled[grid], without the preparation for profilers' hooks where there are none."""
     grid = (*grid, 1, 1)[:3]
@@ -86,13 +130,35 @@ def prove() -> bool:
     if _proof is None:
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return False
-        _proof = tuple(int(x) for x in triton.__version__.split(".")[:2]) in TRIED and _launches_alike()
+        _proof = _is_tried() and _launches_alike()
     return _proof
+
+
+@contextmanager
+def proving() -> Iterator[None]:
+    """Runs `prove` on another thread beside the block, if it has not been run."""
+    if _proof is not None or not torch.cuda.is_initialized():
+        yield
+        return
+    device = torch.cuda.current_device()
+
+    def on_device() -> None:
+        with torch.cuda.device(device):
+            prove()
+
+    with ThreadPoolExecutor(1) as thread:
+        tested = thread.submit(on_device)
+        yield
+        tested.result()
 
 
 def proven() -> bool:
     """The result of `prove`, False before its first call."""
     return _proof is True
+
+
+def _is_tried() -> bool:
+    return tuple(int(x) for x in triton.__version__.split(".")[:2]) in TRIED
 
 
 def _launches_alike() -> bool:

@@ -159,10 +159,19 @@ class _Differentiable(torch.autograd.Function):
         return dq, dk, dv, dlog[0] if dlog else None, None, None
 
 
+def _behind(
+    made: Any, q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, scale: float, window: int
+) -> tuple[Any, ...] | None:  # fmt: skip
+    y, lse, c = made
+    wide = log is not None and log.dtype == torch.float64
+    return (attention_adjoint, q, k, v, c, y, lse, y, lse, scale, window, wide) if q.requires_grad else None
+
+
 attention = operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? log, float scale, int window) -> (Tensor, Tensor, Tensor)",
     _forward,
     _Differentiable.apply,
+    _behind,
 )
 attention_adjoint = operator(
     "attention_adjoint(Tensor q, Tensor k, Tensor v, Tensor c, Tensor y, Tensor lse, Tensor dy, Tensor dlse, "

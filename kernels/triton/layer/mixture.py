@@ -163,6 +163,10 @@ def _differentiable(x: Tensor, other: Tensor, shares: Sequence[Tensor], more: Te
     return list(_Differentiable.apply(x, other, more, *shares))
 
 
+def _behind(made: Any, x: Tensor, *rest: Any) -> tuple[Any, ...] | None:
+    return (mix_tokens_backward, made, x, *rest) if x.requires_grad else None
+
+
 _GIVEN = "Tensor x, Tensor other, Tensor[] shares, Tensor? more"
-mix_tokens = operator(f"mix_tokens({_GIVEN}) -> Tensor[]", _forward, _differentiable)
+mix_tokens = operator(f"mix_tokens({_GIVEN}) -> Tensor[]", _forward, _differentiable, _behind)
 mix_tokens_backward = operator(f"mix_tokens_backward(Tensor[] dys, {_GIVEN}) -> Tensor[]", _backward)

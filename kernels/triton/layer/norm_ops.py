@@ -207,16 +207,32 @@ class _DifferentiableSum(torch.autograd.Function):
         return of_x, of_other, found[1], None, None
 
 
+def _behind(
+    made: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """The likeliest call of gradients: gates and norms of heads stand before a linear map. None where x has none."""
+    if not x.requires_grad:
+        return None
+    mapped = gate is not None or options[0] < x.shape[-1] or x.dim() == 4
+    return gated_norm_again if mapped else gated_norm_backward, made, x, gate, weight, *options
+
+
+def _behind_sum(made: Any, x: Tensor, other: Tensor, *rest: Any) -> tuple[Any, ...] | None:
+    """The same of a sum that something else reads, too, as the next block does."""
+    total, out = made
+    return (added_norm_backward, out, total, total, *rest) if x.requires_grad or other.requires_grad else None
+
+
 _GIVEN = (
     "Tensor x, Tensor? gate, Tensor? weight, int group, bool norm, bool gate_first, int activation, float eps, "
     "ScalarType dtype"
 )
-gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable)
+gated_norm = operator(f"gated_norm({_GIVEN}) -> Tensor", _forward, _differentiable, _behind)
 gated_norm_backward = operator(f"gated_norm_backward(Tensor dy, {_GIVEN}) -> Tensor[]", _backward)
 gated_norm_again = operator(f"gated_norm_again(Tensor dy, {_GIVEN}) -> Tensor[]", _again)
 _LAST = "Tensor? weight, float eps, ScalarType dtype"
 _SUM = f"added_norm(Tensor x, Tensor other, {_LAST}) -> (Tensor, Tensor)"
-added_norm = operator(_SUM, _added, _DifferentiableSum.apply)
+added_norm = operator(_SUM, _added, _DifferentiableSum.apply, _behind_sum)
 added_norm_backward = operator(
     f"added_norm_backward(Tensor dy, Tensor? dtotal, Tensor total, {_LAST}) -> Tensor[]", _added_backward
 )

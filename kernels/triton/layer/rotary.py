@@ -99,8 +99,15 @@ class _Differentiable(torch.autograd.Function):
         return *turn_pairs(dq, dk, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
+def _behind(
+    made: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: float, back: bool
+) -> tuple[Any, ...] | None:  # fmt: skip
+    return (turn_pairs, *made, cos, sin, scale, not back) if q.requires_grad else None
+
+
 turn_pairs = operator(
     "turn_pairs(Tensor q, Tensor k, Tensor cos, Tensor sin, float scale, bool back) -> (Tensor, Tensor)",
     _turned,
     _Differentiable.apply,
+    _behind,
 )
