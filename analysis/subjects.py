@@ -11,8 +11,10 @@ import torch
 
 from dsf import Recurrence
 from dsf.analysis.measures import state_size
+from dsf.call.bind import Sizes, angle_width, cached_heads, key_width, state_keys
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE
+from dsf.language.spec import Spec
 from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
@@ -67,8 +69,7 @@ class Subject:
         """The size of one sequence's state as a formula in H heads, N, P (and T tokens for a KV cache)."""
         spec = self.recurrence.spec
         if spec.is_attention:
-            tokens = "T" if spec.system.window is None else f"min(T, {spec.system.window})"
-            return f"{tokens}·H·(N+P{'+1' * (spec.decay_kind != 'identity')})"
+            return _of_cache(spec)
         if spec.frame is not None and spec.frame.leaves:
             columns = {frozenset({VALUE}): "⌈P/N⌉" if spec.has_key else "P", frozenset({KEY, VALUE}): "P"}
             kinds = [columns.get(leaf.source.axes, "1") for leaf in spec.frame.leaves for _ in leaf.nodes]
@@ -93,6 +94,22 @@ class Subject:
         return state_size(
             self.recurrence, context, heads=heads, N=N if self.recurrence.spec.has_key else 1, P=P
         ).recurrent
+
+
+def _of_cache(spec: Spec) -> str:
+    """The size of attention's cache as a formula: keys, values and biases of every token, and sums of angles."""
+    n = spec.keys_of(7)
+    sizes = Sizes(1, 1, 2, n, state_keys(spec, n), 1)  # of two heads, to tell H from 1
+    (keys, values), (biases, angles) = cached_heads(spec, sizes)
+    width = "N" if spec.has_key and key_width(spec, sizes) == n else str(key_width(spec, sizes))
+    parts = [(width, keys), ("P", values), ("1", biases)]
+    of_heads, alike = ("+".join(each for each, heads in parts if heads == h) for h in (2, 1))
+    tokens = "T" if spec.system.window is None else f"min(T, {spec.system.window})"
+    cache = f"H·({of_heads})" if not alike else f"(H·({of_heads})+{alike})"
+    if not angles:
+        return f"{tokens}·{cache}"
+    pairs = "N/2" if angle_width(spec, sizes) > 1 else "1"
+    return f"{tokens}·{cache}+{'H·' * (angles == 2)}{pairs}".replace("H·1", "H")
 
 
 def find(given: str) -> Subject:

@@ -452,6 +452,21 @@ def test_state_sizes_of_a_model_include_caches_and_convolutions():
     assert windowed.state_size(100)["model.layers.0.self_attn"].numbers == 2 * 6 * 2 * 8
 
 
+@pytest.mark.parametrize("options", [{}, {"n_key_heads": 1}])
+def test_state_sizes_of_declared_attention_are_those_of_its_layers(options):
+    @dsf.recurrence
+    def declared(q: dsf.Key, k: dsf.Key, v: dsf.Value, s: dsf.Param[dsf.Scalar]):
+        return dsf.System(A=0.9 * dsf.turn(s), B=dsf.exp_features(k) * v, C=dsf.exp_features(q), normalize=dsf.ratio)
+
+    layer = mixers.Layer(declared, d_model=8, n_heads=2, d_state=4, headdim=4, **options)
+    with dsf.convert(nn.Sequential(layer)) as converted:
+        _, state = layer(torch.randn(1, 5, 8))
+        size = converted.state_size(5)["0"]
+        with pytest.raises(dsf.InputError, match="context is -1"):
+            converted.state_size(-1)
+    assert size.recurrent == state.recurrent.numel() and size.numbers == layer.state_size(5)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "inkling_text", "jamba", "bloom", "mpt"])
 def test_state_sizes_are_those_of_the_models_own_cache(name):

@@ -13,6 +13,7 @@ import dsf
 from dsf import FormError, I, InputError, Key, Param, Scalar, Steps, System, Value, mixers
 from dsf.analysis import measures as m
 from dsf.analysis.special_cases import CASES
+from dsf.analysis.subjects import Subject
 
 ALL = [*(e.recurrence for e in mixers.ZOO), *structures.ALL]
 FINITE = [r for r in ALL if not r.spec.is_softmax]
@@ -430,6 +431,37 @@ SIZES = [
 def test_state_sizes_are_the_tables(name, sizes, numbers):
     found = m.state_size(mixers.get(name).recurrence, **sizes)
     assert found.numbers == numbers and found.bytes == 4 * numbers
+
+
+@dsf.recurrence
+def fading_window(q: Key, k: Key, v: Value):
+    return System(A=0.9, B=k * v, C=q, window=4)
+
+
+@dsf.recurrence
+def gained_window(q: Key, k: Key, v: Value, i: Scalar):
+    guard = {"normalize": lambda num, den, one: num / dsf.maximum(dsf.abs(den), one), "drive": v}
+    return System(A=I, B=dsf.exp(i) * k * v, C=q, window=4, **guard)
+
+
+@dsf.recurrence
+def turned_attention(q: Key, k: Key, v: Value, s: Scalar, t: Param[dsf.Pair]):
+    a = dsf.sigmoid(s) * dsf.turn(t)
+    return System(A=a, B=dsf.exp_features(k) * v, C=dsf.exp_features(q), normalize=dsf.ratio)
+
+
+CACHES = [fading_window, gained_window, turned_attention]
+
+
+@pytest.mark.parametrize("r", CACHES, ids=lambda r: r.name)
+def test_sizes_of_caches_are_those_of_the_states_and_of_the_formula(r):
+    inputs = mixer_inputs.sample(r, batch=1, tokens=6)
+    state = r(**inputs, return_state=True)[1]
+    sizes = {"heads": 2, "N": inputs["k"].shape[-1], "P": 4}
+    subject = Subject(r.name, r)
+    numbers = {"T": 6, "H": 2, "N": sizes["N"], "P": 4}
+    assert m.state_size(r, 6, **sizes).numbers == state.numel() == subject.state_numbers(6, **sizes)
+    assert eval(subject.state_formula().replace("·", "*"), numbers) == state.numel()
 
 
 @EVERY

@@ -21,6 +21,7 @@ from dsf.analysis.convert.layer import ConversionError, Layer, ModelCall, cache_
 from dsf.analysis.convert.patch import Patches, named
 from dsf.analysis.measures.state import StateSize, state_size
 from dsf.call.recurrence import Recurrence
+from dsf.language.errors import InputError
 from dsf.mixers import Mixer, softmax_attention
 
 CONVOLUTION: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": causal_conv, "causal_conv1d_update": causal_conv_step}
@@ -84,14 +85,20 @@ class Converted:
         """Size of what all layers that have run keep of one sequence after `context` tokens, by name. width: bytes a
         number.
 
-        Raises ConversionError before the first call of the model, whose inputs give the sizes.
+        Raises ConversionError before the first call of the model, whose inputs give the sizes, and InputError for a
+        context below 0.
         """
+        if context < 0:
+            raise InputError(f"state_size: context is {context}, expected at least 0")
         found = {}
         for layer in self.layers:
             if layer.state is None:
                 continue
             heads, n, p = layer.state
             module: Any = layer.module
+            if isinstance(module, Mixer):
+                found[layer.name] = StateSize(module.state_size(context, conv=False), layer.conv, width)
+                continue
             key_heads, latent = layer.key_heads, getattr(module, "kv_lora_rank", None)
             if layer.kind == "softmax" and latent is not None:  # keys and values are made of a latent for all heads
                 key_heads, n, p = 1, latent, module.qk_rope_head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from dsf.analysis.measures.kernel import entropy_rank
 from dsf.analysis.measures.norms import singular_values
+from dsf.call.bind import Sizes, angle_width, cached_heads, state_keys
+from dsf.call.cost import cache_shape
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.phi import injection_row
@@ -165,17 +168,22 @@ def state_size(
 ) -> StateSize:
     """Size of a recurrence's state after `context` tokens.
 
-    heads, N, P: of the recurrence. For softmax and windows context · key_heads · (N + P) numbers, and one a head where
-    a decay is a bias, with the context cut to `window` or the declaration's window; else heads · rows · columns for any
-    context. key_heads: heads unless keys are shared. conv: numbers that a convolution keeps (channels · (taps - 1)).
-    width: bytes a number. Raises InputError for a context below 0.
+    heads, N, P: of the recurrence. For softmax and windows a KVCache: key_heads · (N + P) numbers a token, and one for
+    each bias that decays or gains differ by, with the context cut to `window` or the declaration's window; with turns
+    also the sums of angles. Else heads · rows · columns for any context. key_heads: heads unless keys are shared. conv:
+    numbers that a convolution keeps (channels · (taps - 1)). width: bytes a number. Raises InputError for a context
+    below 0.
     """
     if context < 0:
         raise InputError(f"state_size: context is {context}, expected at least 0")
-    if recurrence.spec.is_attention:
-        kept = min([context, *(w for w in (window, recurrence.spec.system.window) if w is not None)])
-        biases = heads if recurrence.spec.decay_kind != "identity" else 0
-        return StateSize(kept * ((key_heads or heads) * (N + P) + biases), conv, width)
+    spec = recurrence.spec
+    if spec.is_attention:
+        kept = context if window is None else min(context, window)
+        shared = [i.name for i in spec.inputs if i.kind.time and i.kind.axes] if key_heads else []
+        sizes = Sizes(1, kept, heads, N, state_keys(spec, N), P, dict.fromkeys(shared, key_heads or heads))
+        _, (_, angles) = cached_heads(spec, sizes)
+        turned = angles * angle_width(spec, sizes) if angles else 0
+        return StateSize(math.prod(cache_shape(spec, sizes)) + turned, conv, width)
     rows, columns = recurrence.state_shape(N=N, P=P)
     return StateSize(heads * rows * columns, conv, width)
 
