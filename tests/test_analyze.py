@@ -544,6 +544,26 @@ def test_attention_of_this_library_is_described_as_attention():
     assert page.count("KV\u00a0cache") == 3 and not any("state entries" in run.found for run in found.data.runs)
 
 
+def test_a_transition_without_a_decay_is_no_convolution():
+    """A projection keeps what lies along it as long as its factor lasts, not N + 1 tokens."""
+
+    @dsf.recurrence
+    def projected(q: dsf.Key, k: dsf.Key, v: dsf.Value, u: dsf.Param[dsf.Key]):
+        u = dsf.l2norm(u)
+        return dsf.System(A=0.99 * dsf.outer(u, u), B=k * v, C=q)
+
+    layer = mixers.Layer(projected, d_model=8, n_heads=1, d_state=2, headdim=4)
+    with dsf.convert(torch.nn.Sequential(layer)) as converted, torch.no_grad(), record(converted) as recording:
+        layer(torch.randn(1, 100, 8))
+    (entry,) = recording
+    about = {"name": "x", "layer": "x", "kind": "own", "recurrence": "x", "structure": "x", "N": 2, "P": 4}
+    found = Run(call=0, part=0, backward=False, **about)
+    anatomy.of_text(entry, found)
+    assert found.window is None
+    lives = measures.half_life(entry.trajectory, of="transition")
+    assert found.half_life.percentiles.high == pytest.approx(float(lives.max())) and float(lives.max()) > 10
+
+
 def test_unknown_mixers_are_listed(text):
     model = letters("llama")
     model.model.add_module("odd", torch.nn.LSTM(4, 4))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsf.analysis import probe
 from dsf.analysis.analyze.records import Along, EffectiveSize, Gates, Head, Run, State
+from dsf.analysis.convert import fir
 from dsf.analysis.measures import (
     attention_map,
     effective_rank,
@@ -114,10 +115,11 @@ def memory(t: Trajectory, window: int | None, run: Run) -> None:
         never = torch.full((1, t.heads, 1, 1), torch.inf)
         lives = [never, never] if t.attention.decay is None else [half_life(t), horizon(t, EPS)]
     else:
-        a = t.transition
-        if a.left is not None and not bool(a.decay.any()):  # a convolution's shift register
-            run.window = t.state_size[0] + 1
+        taps = t.state_size[0] + 1
+        if t.spec.name == "fir" and t.spec is fir(taps).spec:
+            run.window = taps
             return
+        a = t.transition
         part = t if a.is_elementwise else affordable(t)
         of: Any = "decay" if a.is_elementwise else "transition"
         try:
