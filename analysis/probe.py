@@ -81,10 +81,12 @@ def of_eigenvalues(values: Tensor) -> Eigenvalues:
 
 
 def plane_of(values: Tensor) -> Plane:
-    """The record of complex numbers: shares of squares of the complex plane."""
-    cells = [
-        ((x.double() + SIDE) / (2 * SIDE) * SQUARES).long().clamp(0, SQUARES - 1) for x in (values.real, values.imag)
-    ]
+    """The record of complex numbers: shares of squares of the complex plane, those outside in the squares of its edge.
+    What is no number is left out.
+    """
+    values = values[~values.isnan()]
+    parts = (x.double().clamp(-SIDE, SIDE) for x in (values.real, values.imag))  # inf as an integer may be negative
+    cells = [((x + SIDE) / (2 * SIDE) * SQUARES).long().clamp(max=SQUARES - 1) for x in parts]
     counts = torch.bincount((cells[1] * SQUARES + cells[0]).flatten(), minlength=SQUARES**2).double()
     return Plane(side=SIDE, shares=(counts / counts.sum()).view(SQUARES, SQUARES).tolist())
 

@@ -665,6 +665,10 @@ def test_percentiles_keep_infinities():
     assert m.percentiles(x, (0, 50, 100)).tolist() == [1.0, 3.0, math.inf]
 
 
+def test_percentiles_are_at_the_places_that_they_name():
+    assert m.percentiles(torch.arange(100.0), tuple(range(100))).tolist() == list(range(100))
+
+
 def test_matrices_of_writes_with_both_axes_and_of_rules_that_read_inputs():
     @dsf.recurrence
     def whole(q: Key, w: Steps[Key, Value, 1], a: Scalar):

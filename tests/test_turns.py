@@ -292,6 +292,15 @@ def test_reports_show_complex_eigenvalues_in_the_plane():
     assert "plane" not in of_eigenvalues(torch.rand(9)).to_dict()
 
 
+def test_what_lies_far_off_the_plane_is_at_the_edge_that_it_is_nearest_to():
+    from dsf.analysis.probe import plane_of
+
+    values = torch.tensor([1j, complex(math.inf, 0), complex(0, -math.inf), complex(1e30, 1e30), math.nan])
+    shares = torch.tensor(plane_of(values).shares)
+    last, middle = len(shares) - 1, len(shares) // 2
+    assert [shares[middle, last], shares[0, middle], shares[last, last]] == [0.25] * 3 and shares.sum() == 1
+
+
 def test_plans_name_what_runs():
     assert mixers.mamba3.spec.structure == "turned scalar decay"
     plan = mixers.mamba3.plan(T=256, H=4, N=64, P=64)

@@ -207,7 +207,7 @@ def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
     counted from 0 (of two numbers the 50th is the larger), so that inf stays inf.
     """
     flat = x.flatten()
-    places = [min(int(q / 100 * len(flat)), len(flat) - 1) for q in at]
+    places = [min(int(q * len(flat) / 100), len(flat) - 1) for q in at]
     return torch.stack([flat.kthvalue(place + 1).values for place in places])
 
 
