@@ -47,9 +47,10 @@ def spectrum(recurrence: Recurrence, layers: list[Inputs]) -> tuple[Eigenvalues,
     output: the time until what was written is halved, with erasure; infinite for softmax attention without a decay, at
     most the window where there is one, after which a token is dropped.
     """
-    # From the second token on: where a sequence begins, a reset may clear the state.
-    found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS, start=1)) for inputs in layers]
+    found = [recurrence.trajectory(**first(recurrence, inputs, SPECTRUM_TOKENS)) for inputs in layers]
     values = torch.cat([eigenvalues(t, paper=True)[:, 1:].flatten() for t in found])
+    # Half-lives, too, from the second token on: where a sequence begins, a reset may clear the state.
+    found = [t.select(tokens=slice(1, None)) for t in found]
     if recurrence.spec.is_attention and recurrence.spec.decay_kind != "identity":
         lives = torch.cat([half_life(t).flatten() for t in found]).double()
     elif recurrence.spec.is_attention:

@@ -516,6 +516,15 @@ def test_bare_setups_take_the_convolutions_away():
 # The measures
 
 
+def test_the_spectrum_counts_the_first_key():
+    """All queries look at the first key (a sink), beside which later ones hardly change the sum that is divided by."""
+    softmax = find("softmax_attention").recurrence
+    k = torch.zeros(1, 40, 1, 2, dtype=torch.float64)
+    k[:, 0] = 20.0
+    found, _ = spectrum(softmax, [{"q": torch.ones_like(k), "k": k, "v": torch.randn_like(k)}])
+    assert found.min == pytest.approx(1) and found.max == pytest.approx(1)
+
+
 def test_the_spectrum_of_a_fixed_decay_is_that_decay():
     retnet = find("retnet").recurrence
     inputs = random_inputs(retnet, tokens=20, heads=2, N=3, P=3)
@@ -530,8 +539,7 @@ def test_softmax_attention_never_forgets_but_dilutes():
     inputs = random_inputs(softmax, tokens=40, heads=2, N=3, P=3)
     found, life = spectrum(softmax, [inputs])
     assert life.share_never == 1
-    scores = torch.einsum("bihn,bjhn->hij", inputs["q"][:, 1:], inputs["k"][:, 1:]) * 3**-0.5
-    eta = scores.exp().tril().sum(-1)  # from the second token on
+    eta = (torch.einsum("bihn,bjhn->hij", inputs["q"], inputs["k"]) * 3**-0.5).exp().tril().sum(-1)
     ratio = eta[:, :-1] / eta[:, 1:]
     assert math.isclose(found.max, float(ratio.max()), rel_tol=1e-9)
     assert math.isclose(found.min, float(ratio.min()), rel_tol=1e-9)
