@@ -118,6 +118,18 @@ def test_a_repeated_comparison_leaves_the_models_of_the_first_alone(tmp_path):
         assert saved.settings(file) == ({}, kept)
 
 
+def test_a_setups_rate_is_the_one_that_trains(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "_in_turn", lambda jobs, report: [str(job.protocol.rates) for job in jobs])
+    found = engine.compare(["qlstm"], text, replace(SETUP, lr=1.25e-3), workers=1)
+    assert found.failed == {"qlstm": "(0.00125,)"} and found.protocol.rates == (1.25e-3,)
+    with pytest.raises(dsf.InputError, match="hidden is chosen"):
+        engine.compare(["qlstm"], text, replace(SETUP, hidden=8), workers=1)
+    file = tmp_path / "settings.json"
+    for protocol, rates in (({}, (1e-3,)), ({"rates": [2e-3, 4e-3]}, (2e-3, 4e-3))):
+        file.write_text(json.dumps({"setup": {"lr": 1e-3}, "protocol": protocol}))
+        assert saved.settings(file)[1]["rates"] == rates
+
+
 def test_half_lives_that_never_end_come_back_as_infinite(result, tmp_path):
     data = result.to_dict()
     data["mixers"][0]["half_life"]["percentiles"]["90"] = math.inf

@@ -27,6 +27,7 @@ from dsf.analysis.records import Endless, File, Machine, schema_field
 from dsf.analysis.subjects import Subject, find, paper_sizes
 from dsf.analysis.text import Text
 from dsf.analysis.training import ByteLM, Setup
+from dsf.language.errors import InputError
 
 LAW = 1e-9  # largest relative error of a form in float64
 CONTEXTS = tuple(4**i for i in range(11))  # 1 … 1,048,576 tokens
@@ -90,16 +91,20 @@ def compare(
     setup: Setup,
     report: Report | None = None,
     workers: int | None = None,
-    protocol: Protocol = Protocol(seeds=1, rates=(Setup.lr,), papers=False),  # noqa: B008 (immutable)
+    protocol: Protocol | None = None,
 ) -> Comparison:
     """Train and measure every mixer of `given` (names or file.py:function) on `text`.
 
     Every recurrence is trained in the same `Layer`, and beside it in its paper's layer (protocol.papers). The widths of
     the MLPs make the parameters of all models equal. report: called when steps are done. workers: processes that train
-    at the same time, with one thread each; by default at most two, one on a GPU; results do not depend on it. A mixer
-    that fails is listed in `failed`. Raises InputError for sizes for which parameters cannot be made equal.
+    at the same time, with one thread each; by default at most two, one on a GPU; results do not depend on it. protocol:
+    by default one seed at the rate setup.lr, without papers' layers. A mixer that fails is listed in `failed`. Raises
+    InputError for sizes for which parameters cannot be made equal, and for a setup that names `hidden`.
     """
     begin = time.perf_counter()
+    if setup.hidden is not None:
+        raise InputError("hidden is chosen so that all models have as many parameters; leave it out of the setup")
+    protocol = protocol or Protocol(seeds=1, rates=(setup.lr,), papers=False)
     subjects = [find(g) for g in given]
     sentence = text.sentence()
     wanted: list[tuple[Subject, Kind]] = [(s, kind) for s in subjects for kind in fair.kinds(s, protocol)]

@@ -57,7 +57,8 @@ def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of Setup and Protocol that a settings file names, or those of a compare.json, to repeat its run.
 
     A compare.json's folder of weights is left out: those are its own models. The file is JSON: {"setup": {"steps": 400,
-    ...}, "protocol": {"seeds": 5, ...}}. Raises InputError for unknown fields and for values of another type.
+    ...}, "protocol": {"seeds": 5, ...}}. The setup's lr is the one rate where the protocol names none. Raises
+    InputError for unknown fields and for values of another type.
     """
     data = read(path)
     kept = {"setup": data.get("setup", {}), "protocol": data.get("protocol", {})}
@@ -79,4 +80,6 @@ def settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         except ValidationError as error:
             raise InputError(f"{path}: {name}.{first_error(error)}") from error
         found.append({field: getattr(whole, field) for field in given})
+    if "lr" in found[0]:
+        found[1].setdefault("rates", (found[0]["lr"],))
     return found[0], found[1]
