@@ -392,6 +392,7 @@ def test_progress_is_reported():
         (("{folder}", "--layers", "7"), "4 converted layers, 0-3, model.layers.0.mamba to"),
         (("{folder}", "--layers", "0", "--heads", "1-2"), "model.layers.0.mamba has 1 head, counted from 0"),
         (("{folder}", "--heads", "b"), "such as 2 or 0-3"),
+        (("{folder}", "--tokens", "5"), "5 tokens are too few to measure; expected at least 8"),
         (("{folder}", "--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("{folder}", "--out", "page"), "a name that ends in .html"),
         (("{folder}", "--memory", "0.000001"), "more than the limit of 0.00 GiB; record fewer layers, heads or tokens"),
@@ -402,7 +403,8 @@ def test_bad_options_are_one_clear_line(args, expected, folder, text, tmp_path, 
     monkeypatch.chdir(tmp_path)
     given = [a.format(folder=folder) for a in args]
     extra = [] if "--text" in given else ["--text", text]
-    assert expected in one_line(run(*given, *extra, "--tokens", 30, code=2))
+    extra += [] if "--tokens" in given else ["--tokens", 30]
+    assert expected in one_line(run(*given, *extra, code=2))
 
 
 def test_folders_without_a_model_are_one_clear_line(folder, tmp_path):

@@ -255,6 +255,8 @@ def _timed(seconds: dict[str, float], name: str, tell: Report, step: str) -> Ite
 
 def _tokens(pretrained: Pretrained, text: str, most: int) -> tuple[Tensor, int | None]:
     """(ids [1, T] of the start of the text, the model's longest context where that limits T)."""
+    if most < LEAST_TOKENS:
+        raise InputError(f"{most} tokens are too few to measure; expected at least {LEAST_TOKENS}")
     ids = pretrained.encode(text[: 64 * most])
     longest = longest_context(pretrained.model)
     cut_to = longest if longest is not None and longest < min(most, ids.shape[1]) else None
