@@ -21,6 +21,7 @@ from dsf.analysis import compare as engine
 from dsf.analysis import report
 from dsf.analysis.compare import fair, recall, saved
 from dsf.analysis.probe import disagreement, first, spectrum, speeds
+from dsf.analysis.records import HalfLives, Lifetimes
 from dsf.analysis.subjects import find, find_all
 from dsf.analysis.text import load_text
 from dsf.analysis.training import Setup, bits_per_byte, build, make_model, train
@@ -441,6 +442,16 @@ def test_the_default_text_is_prose_whose_held_out_part_is_not_in_what_is_trained
     held = [p for p in text.held_out_bytes.split(b"\n\n")[1:] if p]
     assert not train_paragraphs.intersection(held)
     assert 20 < len(text.sentence()) <= 56 and text.sentence().endswith(".")
+
+
+@pytest.mark.parametrize("longest, said", [(math.inf, "never"), (3e5, "100,000 to never"), (9e4, "never")])
+def test_the_axis_of_half_lives_says_where_it_ends(longest, said):
+    pytest.importorskip("matplotlib")
+    from dsf.analysis.compare import pictures
+
+    life = HalfLives(percentiles=Lifetimes(low=1.0, median=5.0, high=longest), share_never=0.0)
+    figure = pictures.lives({"a": life}, {"a": "#112233"}, "tokens")
+    assert figure.axes[0].get_xticklabels()[-1].get_text() == said
 
 
 def test_yardsticks_order_as_coders_do(text):

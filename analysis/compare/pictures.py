@@ -17,7 +17,7 @@ Colors = Mapping[str, str]
 WIDE, HALF = 10.8, 6.2  # inches of a figure that has the page's width, and of one of two side by side
 CONTRAST = 0.6  # exponent of shades: below 1, so that faint entries are visible
 MARKERS = "x", "o", "^", "s", "D", "v"  # of forms
-LONGEST_LIFE = 1e5  # position of infinite half-lives, in tokens
+LONGEST_LIFE = 1e5  # position of infinite and of longer half-lives, in tokens
 
 
 def learning(records: Sequence[MixerRecord], colors: Colors, yardsticks: Mapping[str, float], equal: str) -> Any:
@@ -150,7 +150,10 @@ def lives(ordered: Mapping[str, HalfLives], colors: Colors, unit: str) -> Any:
     ticks = [0.1, 1, 10, 100, 1000, 10_000, LONGEST_LIFE]
     axes.set_xscale("log")
     axes.set_xlim(0.08, 1.6 * LONGEST_LIFE)
-    axes.set_xticks(ticks, ["0.1", "1", "10", "100", "1,000", "10,000", "never"])
+    every = [x for life in ordered.values() for _, x in life.percentiles]
+    cut = any(LONGEST_LIFE <= x < math.inf for x in every)  # those are drawn there, too
+    last = f"{LONGEST_LIFE:,.0f} to never" if cut else "never"
+    axes.set_xticks(ticks, ["0.1", "1", "10", "100", "1,000", "10,000", last])
     name_rows(axes, list(ordered))
     axes.set_ylim(-0.6, len(ordered) - 0.4)
     axes.set_xlabel(f"half-life in {unit}")
