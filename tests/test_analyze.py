@@ -358,6 +358,7 @@ def test_tokens_looked_at_like_any_other_count_one():
 
 def test_rounding_keeps_significant_digits():
     assert anatomy.rounded(torch.tensor([0.0, 1.23456e-7, -123456.0])) == [0.0, 1.235e-7, -123500.0]
+    assert anatomy.rounded(torch.tensor([1e-320, math.inf], dtype=torch.float64)) == [0.0, math.inf]
 
 
 def test_the_model_is_its_own_again_afterwards():

@@ -198,8 +198,8 @@ def rounded(x: Tensor, digits: int = 4) -> Any:
     """A tensor as nested lists, rounded to this number of significant digits."""
     values = x.double()
     size = torch.where(values == 0, 1.0, values.abs()).log10().floor()
-    scale = 10.0 ** (digits - 1 - size)
-    return ((values * scale).round() / scale).tolist()
+    scale = 10.0 ** (digits - 1 - size).clamp(max=300)  # of the smallest numbers it would be infinite
+    return torch.where(values.isfinite(), (values * scale).round() / scale, values).tolist()
 
 
 def _mean(values: list[float]) -> float:
