@@ -161,19 +161,22 @@ class Trajectory:
         For softmax η_t = Σ_j exp(q_tᵀ k_j), with the query of its own token. The first token has no predecessor: its
         factor is 1. None for a system that divides by nothing.
         """
-        log_eta = self._log_eta()
-        if log_eta is None:
+        found = self._log_eta()
+        if found is None:
             return None
-        return torch.cat([torch.ones_like(log_eta[:, :1]), (log_eta[:, :-1] - log_eta[:, 1:]).exp()], dim=1)
+        log_eta, sign = found
+        factor = (log_eta[:, :-1] - log_eta[:, 1:]).exp() * (sign[:, :-1] * sign[:, 1:])
+        return torch.cat([torch.ones_like(log_eta[:, :1]), factor], dim=1)
 
-    def _log_eta(self) -> Tensor | None:
-        """log |η_t| [B, T, H, p], up to a constant of the sequence."""
+    def _log_eta(self) -> tuple[Tensor, Tensor] | None:
+        """(log |η_t|, up to a constant of the sequence, the sign of η_t), [B, T, H, p] each."""
         if self.attention is not None:
             if not self.attention.exponential:
                 return None
-            return self.attention.log_eta().transpose(1, 2)
+            log_eta = self.attention.log_eta().transpose(1, 2)
+            return log_eta, torch.ones_like(log_eta)
         if self.gauge is not None:
-            return self.gauge.abs().log().unsqueeze(-1)
+            return _log_and_sign(self.gauge.unsqueeze(-1))
         if self.spec.rule is None or self.unit is None:
             return None
         den, _ = recurrent(replace(self.unit, skip=None), None)
@@ -181,7 +184,8 @@ class Trajectory:
         den = den if rescale is None else den * rescale
         den = den if self.unit.skip is None else den + self.unit.skip
         one = torch.ones_like(den) if one is None else one
-        return -(one * self._quotient(den, one)).abs().log()
+        log_inverse, sign = _log_and_sign(one * self._quotient(den, one))
+        return -log_inverse, sign
 
     def _quotient(self, den: Tensor, one: Tensor) -> Tensor:
         """The rule's value for num = 1."""
@@ -294,6 +298,11 @@ class Trajectory:
                 why, instead = "its features are infinite", " or .taylor(order) of the recurrence"
             raise FormError(f"{self.spec.name}: {why}, so A, B and C are not tensors; use kernel_matrix(){instead}")
         return self.problem
+
+
+def _log_and_sign(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log |x|, and 1 or -1."""
+    return x.abs().log(), torch.where(x < 0, -1.0, 1.0).to(x.dtype)
 
 
 def cut(x: Tensor, batch: slice, rows: slice, heads: slice, channels: slice | None = None) -> Tensor:

@@ -148,6 +148,19 @@ def test_normalised_attention_in_the_papers_form_has_the_ratio_of_etas():
     assert (m.eigenvalues(t) == 1).all()
 
 
+def test_a_denominator_that_changes_its_sign_turns_the_papers_eigenvalue_negative():
+    @dsf.recurrence
+    def signed(q: Key, k: Key, v: Value):
+        return System(A=I, B=k * v, C=q, normalize=dsf.ratio)
+
+    q, k, v = torch.randn(3, 1, 20, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    eta = (q * k.cumsum(1)).sum(-1, keepdim=True)
+    ratio = eta[:, :-1] / eta[:, 1:]
+    found = m.eigenvalues(signed.trajectory(q, k, v), paper=True)[:, 1:, ..., 0]
+    assert ratio.min() < 0
+    torch.testing.assert_close(found, ratio.expand_as(found))
+
+
 def test_a_quotients_denominator_is_its_gauge_in_the_papers_form():
     inputs = mixer_inputs.sample(mixers.linear_attention)
     q, k = (torch.nn.functional.elu(inputs[n]) + 1 for n in ("q", "k"))
