@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import dsf
 
@@ -21,7 +24,7 @@ import dsf.models.hf as hf  # noqa: E402
 from dsf.mixers import SoftmaxAttention  # noqa: E402
 from dsf.mixers._beside import outputs  # noqa: E402
 from dsf.mixers.models.states import tensors_of  # noqa: E402
-from dsf.parallel import Simulated, attach  # noqa: E402
+from dsf.parallel import Simulated, attach, prepare  # noqa: E402
 
 MIXERS = [["gated_deltanet"], ["s6"], ["ssd", "softmax_attention"], ["rg_lru"]]
 EACH = pytest.mark.parametrize("mixers", MIXERS, ids="+".join)
@@ -451,6 +454,25 @@ def test_a_model_whose_configuration_was_untied_saves_its_head(given, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     model.model.save_pretrained(tmp_path / "backbone")  # has no head
+
+
+def test_a_model_in_parts_is_saved_from_gathered_weights_alone(tmp_path):
+    """safetensors asked a DTensor for its memory, which ended in torch's words."""
+    model, ids = tiny(["mingru"]).float(), prompt()
+    expected = model(ids).logits
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        prepare(model, mesh=init_device_mesh("cpu", (1,)))
+        parts = model.state_dict()
+        for given in ({}, {"state_dict": parts}):
+            with pytest.raises(dsf.InputError, match=r"is a DTensor.*get_model_state_dict"):
+                model.save_pretrained(tmp_path / "saved", **given)
+        assert not (tmp_path / "saved").exists()
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        model.save_pretrained(tmp_path / "saved", state_dict=whole)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, expected)
 
 
 def test_copies_have_the_head_that_the_model_has_whatever_its_configuration_says():

@@ -151,7 +151,7 @@ class DsfPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As transformers'; a save over another replaces its files once all of the new ones are written."""
-        save_over(super().save_pretrained, lambda weights: head_apart(self, weights), *args, **kwargs)
+        save_over(super().save_pretrained, self, lambda weights: head_apart(self, weights), *args, **kwargs)
 
     def post_init(self) -> None:
         """transformers' `post_init`, the last line of constructors."""
