@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from structures import ALL, FINITE, gated_delta, remembered, sample, scalar, stabilised, trapezoid, turned
 from torch.autograd import forward_ad
 
@@ -16,6 +17,7 @@ from dsf.checking.ranges import ranges_of
 from dsf.kernels import last_tokens
 from dsf.kernels.affine import Frame, composed, entered
 from dsf.mixers._module import Span
+from dsf.models import CausalLM, ModelConfig
 from dsf.parallel import Link, Sequence, Simulated, attach
 from dsf.parallel import call as calls_over_ranks
 from dsf.parallel.collectives import Gather, Sum, Swap, drive
@@ -568,6 +570,18 @@ def test_attach_reaches_every_mixer():
 
 
 # ---- what users see ------------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_of_one_rank_takes_labels():
+    """A script for many ranks is tried on one, which has every token's target."""
+    config = ModelConfig(d_model=16, n_layers=1, vocab_size=11, mixers=["mingru"])
+    model, ids = CausalLM(config).double(), torch.randint(11, (2, 6))
+    expected = model(ids, ids).loss
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.equal(attach(model, Sequence())(ids, ids).loss, expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_layouts():
