@@ -238,6 +238,22 @@ def test_the_loss_in_pieces_is_the_loss(piece, count, monkeypatch):
         torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, count), hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**18])
+def test_the_loss_in_pieces_keeps_float16_gradients_of_a_scaled_loss(scale):
+    """Gradients rounded before they were scaled had lost what is below 6e-8, and a scale above 65504 made them NaN."""
+    torch.manual_seed(0)
+    given, targets = (torch.randn(1, 2000, 16), torch.randn(500, 16) / 2), torch.randint(0, 500, (1, 2000))
+    found = {}
+    for kind, dtype in (("exact", torch.float64), ("wide", torch.float16), ("pieces", torch.float16)):
+        hidden, weight = (x.half().to(dtype).requires_grad_() for x in given)
+        pieces = kind == "pieces"
+        loss = linear_cross_entropy(hidden, weight, targets) if pieces else cross_entropy(hidden @ weight.T, targets)
+        grads = torch.autograd.grad(scale * loss, (hidden, weight))
+        found[kind] = [x.double() / scale for x in grads]
+    for exact, wide, mine in zip(*found.values(), strict=True):
+        assert (mine - exact).norm() < 1.2 * (wide - exact).norm() < 1e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_ignored_tokens_that_are_not_finite_are_ignored(bad):
     """Padding behind which a model has no number: neither the loss nor the gradient of other tokens has it."""

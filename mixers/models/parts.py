@@ -267,36 +267,50 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count:
 
 
 class _Pieces(torch.autograd.Function):
-    """Cross entropy of a linear map and its gradients, both computed in the forward pass."""
+    """Cross entropy of a linear map and its gradients, both computed in the forward pass.
+
+    There nobody knows yet by what GradScaler multiplies the loss so that gradients keep their digits in float16. So in
+    float16 the backward pass divides them by a power of two near the number of targets, `unit`, and sums over tokens
+    are of few and small terms.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        needed = ctx.needs_input_grad
+        needed, half = ctx.needs_input_grad, hidden.dtype == torch.float16
         counted = (targets != IGNORED).sum().clamp(min=1).float()
         total = torch.zeros((), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
         d_hidden = torch.empty_like(hidden) if needed[0] else None
         d_weight = torch.zeros(weight.shape, device=weight.device, dtype=total.dtype) if needed[1] else None
         rows = max(1, PIECE // (4 * weight.shape[0]))
+        rows, share = (min(rows, 4096), 1 / 64) if half else (rows, 1.0)
+        unit = counted.log2().floor().exp2() if half else torch.ones_like(counted)
         with torch.autocast(hidden.device.type, enabled=False):
             for piece in range(int(-(-hidden.shape[0] // rows))):  # in a compiled graph a constant, the tokens are none
                 begin = piece * rows
                 part, target = hidden[begin : begin + rows], targets[begin : begin + rows]
-                own, slope = row_entropies(part @ weight.T, target, counted, IGNORED, any(needed[:2]))
+                own, slope = row_entropies(part @ weight.T, target, counted / unit, IGNORED, any(needed[:2]))
                 total += own.sum()
                 if slope is not None and d_hidden is not None:
                     torch.matmul(slope, weight, out=d_hidden[begin : begin + rows])
                 if slope is not None and d_weight is not None:
-                    d_weight += slope.T @ part
-        kept = (d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
-        ctx.save_for_backward(*kept)
+                    d_weight += slope.T @ (part * share if half else part)
+        kept = (d_hidden, d_weight if d_weight is None or half else d_weight.to(weight.dtype))
+        ctx.save_for_backward(*kept, unit)
+        ctx.share, ctx.kind = share, weight.dtype
         return total / counted
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         refuse_second_order("linear_cross_entropy; cross_entropy of the logits (fused_loss=False) has them")
-        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden, d_weight, unit = ctx.saved_tensors
+        factor = grad.reshape(1) / unit
         return (
-            None if d_hidden is None else d_hidden * grad.to(d_hidden.dtype),
-            None if d_weight is None else d_weight * grad.to(d_weight.dtype),
+            None if d_hidden is None else _times(d_hidden, factor, d_hidden.dtype),
+            None if d_weight is None else _times(d_weight, factor / ctx.share, ctx.kind),
             None,
         )
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a factor [1] of a wider type, rounded once."""
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
