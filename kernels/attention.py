@@ -111,6 +111,11 @@ def joined(caches: Sequence[KVCache]) -> KVCache:
     return KVCache(k, v, lengths, both(3), both(4))
 
 
+def is_batched(lengths: Tensor) -> bool:
+    """Whether torch.func.vmap hides a cache's lengths."""
+    return torch._C._are_functorch_transforms_active() and torch._C._functorch.is_batchedtensor(lengths)
+
+
 def extend(
     cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor, bias: Tensor | None = None,
     left: Tensor | None = None, angle: Tensor | None = None, window: int | None = None,
@@ -126,7 +131,8 @@ def extend(
     old = cache or KVCache(k[:, :, :0], v[:, :, :0], torch.zeros_like(counts), None if bias is None else bias[:, :, :0])
     total = before + k.shape[2]
     held = old.lengths if window is None else old.lengths.clamp(max=window)
-    keep = int((held + counts).max()) if window is None else min(total, window)
+    known = window is None and not is_batched(held)
+    keep = int((held + counts).max()) if known else min(total, window or total)
     place = torch.arange(keep, device=k.device) + (held + counts - keep).clamp(min=0)[:, None]
     new = place - held[:, None]  # position among the new tokens, negative inside the cache
     source = torch.where(new < 0, place, before + new.clamp(min=0)).clamp(max=total - 1)

@@ -7,8 +7,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 import dsf
-from dsf import Key, Scalar, System, Value, exp_features, turn
-from dsf.mixers import get
+from dsf import Key, KVCache, Scalar, System, Value, exp_features, turn
+from dsf.mixers import MixerState, get
+from dsf.models import CausalLM, ModelConfig
 
 EACH = pytest.mark.parametrize("recurrence", structures.ALL, ids=lambda r: r.name)
 
@@ -106,6 +107,37 @@ def test_layers_and_single_tokens():
     token = [y[:, 0] for y in operands(structures.delta)[0]]
     y, _ = vmap(lambda *xs: structures.delta.step(None, *xs))(*(x[None] for x in token))
     torch.testing.assert_close(y[0], structures.delta.step(None, *token)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["softmax_attention", "sliding_window_attention", "alibi"])
+def test_caches_of_other_lengths_go_on_sample_by_sample(name):
+    """Their lengths were read on the host, where vmap has no numbers."""
+    layer = get(name).module(d_model=16).double()
+    x, token = (torch.randn(*shape, 16, dtype=torch.float64) for shape in ((1, 9), (3,)))
+    state = layer(x, cu_seqlens=torch.tensor([0, 2, 8, 9]))[1]
+
+    def two(token, cache):
+        y, after = layer.step(token[None], MixerState(None, cache))
+        return torch.cat([y, layer.step(token[None] - y, after)[0]])
+
+    dims = KVCache(*(None if x is None else 0 for x in state.recurrent))
+    rows = KVCache(*(None if x is None else x.unsqueeze(1) for x in state.recurrent))
+    found = vmap(two, in_dims=(0, dims))(token, rows)
+    y, after = layer.step(token, state)
+    torch.testing.assert_close(found, torch.stack([y, layer.step(token - y, after)[0]], 1))
+
+
+@torch.no_grad()
+def test_single_tokens_of_rotary_attention():
+    """Whether q and k lie side by side was asked of memory that samples and tangents do not have."""
+    config = ModelConfig(vocab_size=7, d_model=16, n_layers=1, n_heads=2, mixers=["softmax_attention"])
+    model, x = CausalLM(config).double().model, torch.randn(3, 1, 16, dtype=torch.float64)
+    torch.testing.assert_close(vmap(lambda x: model.run(x[None])[0][0])(x), model.run(x)[0])
+    along = torch.randn_like(x)
+    slope = jvp(lambda x: model.run(x)[0], (x,), (along,))[1]
+    ahead, behind = (model.run(x + h * along)[0] for h in (1e-6, -1e-6))
+    torch.testing.assert_close(slope, (ahead - behind) / 2e-6, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.kernels.attention import KVCache, is_appended
+from dsf.kernels.attention import KVCache, is_appended, is_batched
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, symbol_of
@@ -273,7 +273,7 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
     if window is not None and places > window:
         raise InputError(f"{spec.name}: the KV cache has {places} places, expected at most the window's {window}")
     most = math.inf if places == window else places
-    known = bound.device.type == "meta" or cache.filled is not None or is_appended(cache)
+    known = bound.device.type == "meta" or cache.filled is not None or is_appended(cache) or is_batched(cache.lengths)
     if not known and not all(0 <= n <= most for n in cache.lengths.tolist()):
         raise InputError(
             f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsf import KVCache, Packing
+from dsf.call.calls import is_transformed
 from dsf.call.packing import sequence_of, tensor_of
 from dsf.kernels.rotary import angles, rotary
 from dsf.language.errors import InputError
@@ -54,6 +55,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _together(q: Tensor, k: Tensor) -> Tensor:
     """The heads of q and k, [B, 1, H, N] and [B, 1, Hk, N], without a copy where one product made them side by side."""
+    if is_transformed((q, k)):  # of which there are samples or tangents elsewhere
+        return torch.cat([q, k], dim=2)
     (batch, _, heads, width), more = q.shape, k.shape[2]
     behind = q.data_ptr() + heads * width * q.element_size() == k.data_ptr()
     alike = all((x.stride(0), x.stride(2), x.stride(3)) == (q.stride(0), width, 1) for x in (q, k))
