@@ -101,6 +101,21 @@ def test_all_are_compiled_at_the_same_time_and_then_launched_once(monkeypatch):
     assert number == 2 and [(x.dtype, x.data_ptr()) for x in pointers] == [(torch.bfloat16, 0), (torch.bfloat16, 2)]
 
 
+def test_kernels_of_many_arguments_begin_first(monkeypatch):
+    monkeypatch.setattr(launch, "THREADS", 1)
+    begun, kernels = [], [Kernel(), Kernel(), Kernel()]
+    for kernel in kernels:
+        kernel.compile = lambda kernel=kernel: begun.append(kernel) or kernel
+
+    def host(x):
+        for kernel, args in zip(kernels, [(x, 1), (x, (x, 1, (2, 3))), (x, (x, 1))], strict=True):
+            launch.launch(kernel, (1,), *args)
+        return x.new_empty(8)
+
+    Scheduled(host)(torch.ones(2))
+    assert begun == [kernels[1], kernels[2], kernels[0]]
+
+
 def test_of_threads_that_need_a_kernel_at_the_same_time_one_compiles_it():
     """Where Triton keeps a kernel that is being compiled from other threads, as before 3.8."""
     kernel, both = Kernel(), threading.Barrier(2)

@@ -220,12 +220,14 @@ def _compile_behind(behind: Behind, device: int) -> None:
 def _asked(missing: dict[Any, Launch], load: bool) -> list[Any]:
     """The kernels, compiled on several threads, or promises of those that another thread already compiles.
 
-    All others are compiled when it returns, so that no two threads wait for each other.
+    All others are compiled when it returns, so that no two threads wait for each other. Those that take longest begin
+    first: the more arguments a kernel has, the longer it takes.
     """
     found, own = [], []
+    longest = sorted(missing.items(), key=lambda item: -_count(item[1].args))
     try:
         with ThreadPoolExecutor(THREADS) as threads, suppress(RuntimeError), _Ahead(threads, load):
-            for key, x in missing.items():
+            for key, x in longest:
                 with _asking:
                     if key not in _promised:
                         own.append(key)
@@ -235,6 +237,12 @@ def _asked(missing: dict[Any, Launch], load: bool) -> list[Any]:
         for key in own:
             _promised.pop(key, None)
     return found
+
+
+def _count(args: tuple[Any, ...]) -> int:
+    found: list[Any] = []
+    mapped(found.append, args)
+    return len(found)
 
 
 def _warm(x: Launch) -> Any:
