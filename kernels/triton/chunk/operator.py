@@ -315,15 +315,16 @@ def _behind(
     made: Any, operands: Sequence[Tensor], state: Tensor | None, program: str, keep: bool, bounds: Tensor | None = None,
     held: Any = None, border: Tensor | None = None, marks: Any = None, marked: Sequence[int] = (),
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The likeliest call of gradients: of a dy like y, without one of the last state. None where none are wanted, and
-    where the first state has one, since the last state then mostly has one, too."""
-    if not keep or (state is not None and state.requires_grad):
+    """The likeliest call of gradients: of a dy like y, and of the last state where the first has one. None where none
+    are wanted."""
+    if not keep:
         return None
-    y, _final, saved = made
+    y, final, saved = made
+    dfinal = final if state is not None and state.requires_grad else None
     saved = [*saved, y] if PROGRAMS[program].quotient else saved
     wanted = [x.requires_grad or i in marked for i, x in enumerate(operands)]
     turned = border is not None and border.requires_grad, list(marked)
-    return matrix_mixer_backward, y, None, operands, state, saved, program, wanted, bounds, [], *turned
+    return matrix_mixer_backward, y, dfinal, operands, state, saved, program, wanted, bounds, [], *turned
 
 
 matrix_mixer = operator(

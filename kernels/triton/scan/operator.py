@@ -81,12 +81,13 @@ def _behind(
     made: Any, operands: Sequence[Tensor], state: Tensor | None, hole: str, keep: bool, wide: bool,
     ends: Tensor | None, *_: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The likeliest call of gradients: of a dy like y, without one of the last state. None where none are wanted, and
-    where the first state has one, since the last state then mostly has one, too."""
-    if not keep or (state is not None and state.requires_grad):
+    """The likeliest call of gradients: of a dy like y, and of the last state where the first has one. None where none
+    are wanted."""
+    if not keep:
         return None
-    y, _final, saved = made
-    return scan_adjoint, y, None, operands, saved, hole, [x.requires_grad for x in operands], ends
+    y, final, saved = made
+    dfinal = final if state is not None and state.requires_grad else None
+    return scan_adjoint, y, dfinal, operands, saved, hole, [x.requires_grad for x in operands], ends
 
 
 scan = operator(
