@@ -146,7 +146,7 @@ def test_kernels_of_gradients_are_compiled_beside_the_others_and_loaded_where_th
 
     gradient = Scheduled(host_of(later))
     monkeypatch.setitem(operators._known, "gradient", gradient)
-    Scheduled(host_of(own), lambda made, x: ("gradient", x))(x := torch.ones(2))
+    Scheduled(host_of(own), lambda made, x: ("gradient", x))(x := torch.ones(2, requires_grad=True))
     assert own.launches == 1 and later.launches == 0 and not hasattr(later, "launcher_by")
     gradient(x)
     assert later.launches == len(later.compiled_by) == 1
@@ -156,8 +156,24 @@ def test_kernels_of_gradients_are_compiled_beside_the_others_and_loaded_where_th
 def test_with_few_processors_the_call_s_own_kernels_are_compiled_alone(monkeypatch):
     monkeypatch.setattr(launch, "BESIDE", False)
     kernel, asked = Kernel(), []
-    Scheduled(lambda x: launch.launch(kernel, (1,), (x,)) or x.new_empty(8), lambda *x: asked.append(x))(torch.ones(2))
+    Scheduled(lambda x: launch.launch(kernel, (1,), (x,)) or x.new_empty(8), lambda *x: asked.append(x))(
+        torch.ones(2, requires_grad=True)
+    )
     assert kernel.launches == 1 and not asked
+
+
+def test_gradients_are_foreseen_though_a_call_without_them_compiled_all_else(monkeypatch):
+    own, later = Kernel(), Kernel()
+    gradient = Scheduled(lambda x: launch.launch(later, (1,), (x,)) or x.new_empty(8))
+    monkeypatch.setitem(operators._known, "gradient", gradient)
+    forward = Scheduled(lambda x: launch.launch(own, (1,), (x,)) or x.new_empty(8), lambda made, x: ("gradient", x))
+    forward(torch.ones(2))
+    assert not later.asked
+    forward(torch.ones(2, requires_grad=True))
+    deadline = time.monotonic() + 20
+    while not later.compiled_by and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert later.compiled_by and len(own.compiled_by) == 1
 
 
 @pytest.mark.parametrize("broken", ["kernel", "host"])
@@ -173,7 +189,7 @@ def test_a_gradient_that_does_not_compile_stops_nothing_before_it_is_asked_for(b
     gradient = Scheduled(host)
     monkeypatch.setitem(operators._known, "gradient", gradient)
     forward = Scheduled(lambda x: launch.launch(own, (1,), (x,)) or x.new_empty(8), lambda made, x: ("gradient", x))
-    x = torch.ones(2)
+    x = torch.ones(2, requires_grad=True)
     assert forward(x).shape == (8,)
     with pytest.raises((ValueError, RuntimeError), match="does not compile"):
         gradient(x)

@@ -83,16 +83,19 @@ def _plain(function: Callable[..., Any]) -> int:
     return next((i for i, x in enumerate(kinds) if "constexpr" in x), len(kinds))
 
 
-def runnable(schedule: Schedule, behind: Behind | None = None) -> tuple[Callable[..., Any], bool]:
+def runnable(
+    schedule: Schedule, behind: Behind | None = None, first: bool = False
+) -> tuple[Callable[..., Any], bool]:  # fmt: skip
     """(the schedule as a function of its tensors, with its kernels compiled; whether to keep that function).
 
-    behind: what the call's gradients will launch, which another thread compiles where kernels of this call are missing.
+    behind: what the call's gradients will launch, which another thread compiles where kernels of this call are missing
+    and at the first such call, whose own kernels one without gradients may have compiled.
     While a CUDA graph is captured the private launcher cannot be tested, and kernels are compiled at their launch.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if not capturing:
         with proving():
-            _compile(schedule.launches, behind)
+            _compile(schedule.launches, behind, first)
     return function(schedule, functools.partial(runner, capturing=capturing)), not capturing
 
 
@@ -188,19 +191,18 @@ def _loaded(make: Callable[[], Any], device: int) -> Any:
     return kernel
 
 
-def _compile(launches: Iterable[Launch], behind: Behind | None = None) -> None:
-    """Compile missing kernels on several threads. Errors appear at the first launch.
+def _compile(launches: Iterable[Launch], behind: Behind | None = None, first: bool = False) -> None:
+    """Compile missing kernels on several threads. Errors appear at the first launch. behind, first: as in `runnable`.
 
     Does nothing where the caller already uses Triton's mode for that.
     """
     if _Mode is None or triton.knobs.runtime.interpret or not torch.cuda.is_initialized():
         return
-    missing = {key: x for key, x in ((_key(x), x) for x in launches) if _ready.get(key) is None}
+    missing, device = _missing(launches), torch.cuda.current_device()
+    if behind is not None and BESIDE and (missing or first):
+        threading.Thread(target=_compile_behind, args=(behind, device), name="dsf gradients").start()
     if not missing:
         return
-    device = torch.cuda.current_device()
-    if behind is not None and BESIDE:
-        threading.Thread(target=_compile_behind, args=(behind, device), name="dsf gradients").start()
     found = _asked(missing, load=True)
     with ThreadPoolExecutor(THREADS) as threads:
         for kernel in found:  # those that `_compile_behind` compiled are not loaded
@@ -214,7 +216,11 @@ def _compile_behind(behind: Behind, device: int) -> None:
     for that one. What goes wrong here goes wrong there, too.
     """
     with torch.cuda.device(device), suppress(Exception):
-        _asked({_key(x): x for x in behind()}, load=False)
+        _asked(_missing(behind()), load=False)
+
+
+def _missing(launches: Iterable[Launch]) -> dict[Any, Launch]:
+    return {key: x for key, x in ((_key(x), x) for x in launches) if _ready.get(key) is None}
 
 
 def _asked(missing: dict[Any, Launch], load: bool) -> list[Any]:

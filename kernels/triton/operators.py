@@ -70,7 +70,8 @@ class Scheduled:
 
     def _run(self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], told: list[Any]) -> Any:
         device = next(x.device for x in tensors if x is not None)
-        kind = (self.host, device, torch._C._get_float32_matmul_precision(), *told)
+        wanted = self.behind is not None and any(x is not None and x.requires_grad for x in tensors)
+        kind = (self.host, device, torch._C._get_float32_matmul_precision(), *told, wanted)
         run = _functions.get(kind)
         if run is None:
             with _disable_current_modes():
@@ -82,9 +83,10 @@ class Scheduled:
     def _found(
         self, args: tuple[Any, ...], tensors: Sequence[Tensor | None], device: torch.device, kind: tuple[Any, ...]
     ) -> tuple[Callable[..., Any], bool]:
-        """The function of a new kind of call, and whether to keep it."""
+        """The function of a new kind of call, and whether to keep it. A kind ends with whether to foresee gradients."""
         numbers, options = tuple(numbers_of(args)), _options(kind)
         known = _templates.get(options)
+        first = known is None
         if known is None:
             _templates.put(options, known := Templates())
         run = known.function(numbers)
@@ -97,7 +99,7 @@ class Scheduled:
             return self._made(given, list(_tensors(given)), align, device)
 
         made = self._made(args, tensors, align, device)
-        run, lasting = runnable(made, None if self.behind is None else lambda: self._behind(args, made, device))
+        run, lasting = runnable(made, (lambda: self._behind(args, made, device)) if kind[-1] else None, first)
         if lasting:
             known.learn(numbers, made, host, runner)
         return run, lasting
