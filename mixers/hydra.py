@@ -44,12 +44,14 @@ class CentredConv(nn.Conv1d):
         side, tokens = self.kernel_size[0] // 2, u.shape[1]
         if places is None:
             return short_convolution(u, self.weight.squeeze(1), self.bias, ahead=side)[0][0]
-        wide, which = F.pad(u, (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
-        y = torch.zeros_like(u) if self.bias is None else self.bias.expand_as(u)
+        kind = torch.promote_types(u.dtype, torch.float32)  # rounded once, like a sequence alone
+        weight = self.weight[:, 0].to(kind)
+        wide, which = F.pad(u.to(kind), (0, 0, side, side)), F.pad(places.which, (side, side), value=-1)
+        y = torch.zeros_like(wide) if self.bias is None else self.bias.to(kind).expand(*u.shape)
         for tap in range(2 * side + 1):
             same = (which[tap : tap + tokens] == places.which).view(1, -1, 1)
-            y = y + torch.where(same, wide[:, tap : tap + tokens], 0.0) * self.weight[:, 0, tap]
-        return F.silu(y)
+            y = y + torch.where(same, wide[:, tap : tap + tokens], 0.0) * weight[:, tap]
+        return F.silu(y).to(u.dtype)
 
 
 class Hydra(BothWays):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsf import Packing
+from dsf.mixers._norm import LayerNorm
 from dsf.mixers.bidirectional import BothWays
 from dsf.mixers.mlstm import MLSTM
 
@@ -36,7 +37,7 @@ class VisionLSTM(BothWays):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layer_idx)
-        self.ahead_norm, self.back_norm = nn.LayerNorm(d_model, bias=False), nn.LayerNorm(d_model, bias=False)
+        self.ahead_norm, self.back_norm = LayerNorm(d_model, bias=False), LayerNorm(d_model, bias=False)
         own = d_model, n_heads, expand, d_conv, qkv_block, bare
         self.ahead, self.back = MLSTM(*own), MLSTM(*own)
         self.to(device=device, dtype=dtype)

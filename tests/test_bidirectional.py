@@ -106,6 +106,21 @@ def test_vision_lstm_is_two_blocks_in_turn():
     torch.testing.assert_close(layer(x)[0], last)
 
 
+def test_norms_of_vision_lstm_add_up_gradients_in_float32():
+    norm = mixers.VisionLSTM(16, n_heads=2).bfloat16().ahead_norm
+    x, dy = torch.randn(4000, 16).bfloat16(), (torch.randn(4000, 16) + 1).bfloat16()
+    norm(x).backward(dy)
+    expected = (F.layer_norm(x.double(), (16,)) * dy.double()).sum(0)
+    assert (norm.weight.grad - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_packed_convolutions_of_hydra_round_once_like_single_ones():
+    layer, x = mixers.Hydra(16, d_state=4, headdim=8).bfloat16(), torch.randn(1, 40, 16).bfloat16()
+    torch.testing.assert_close(layer.ways(x, torch.tensor([0, 40])), layer.ways(x), rtol=2**-7, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # one type of all inputs
+        assert layer.float()(x.float(), cu_seqlens=torch.tensor([0, 40]))[0].dtype is torch.bfloat16
+
+
 def test_one_layer_twice_shares_everything():
     gla = mixers.GLA(16).double()
     layer, x = mixers.Bidirectional(gla, gla), torch.randn(1, 7, 16, dtype=torch.float64)
