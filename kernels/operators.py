@@ -58,6 +58,12 @@ def refuse_second_order(where: str = RECURRENT) -> None:
         raise RuntimeError(f"second derivatives (create_graph=True) do not pass through {where}")
 
 
+def written(x: Tensor) -> Tensor:
+    """A tensor that `forward` of an autograd.Function has written in place, to be returned by it. What torch 2.11's
+    compiler follows there has gradients only if the last operator made a new tensor; elsewhere this is x itself."""
+    return x.view_as(x) if torch.compiler.is_dynamo_compiling() else x
+
+
 def check_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:

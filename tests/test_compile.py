@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import dsf
 from dsf import mixers
 from dsf.call.packing import is_captured
+from dsf.kernels.decays import LogPairProducts, LogWeighed
+from dsf.kernels.walk import Walk
 from dsf.models import CausalLM, ModelConfig
 
 NAMES = ["mlstm", "gated_deltanet", "s6", "qlstm"]
@@ -72,6 +74,29 @@ def test_a_checkpointed_call_is_one_graph():
         torch.autograd.grad(compiled(given), wanted), torch.autograd.grad(loss(given), wanted), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+FUNCTIONS = {
+    "pair products": (LogPairProducts, [(3,)]),
+    "products weighed": (LogWeighed, [(3, 3), (3,)]),
+    "a walk over one chunk": (Walk, [(1, 1, 1, 2, 1), (1, 1, 1, 3, 2), (1, 1, 1, 3, 2), (1, 1, 1, 3, 2), (1, 1, 2, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_function_wrote_in_place_has_gradients_in_a_graph(name):
+    """In graphs of torch 2.11 they were zero, as in packed calls, whose lengths the host reads: no node of a graph."""
+    torch.compiler.reset()
+    function, shapes = FUNCTIONS[name]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def last(*xs):
+        found = function.apply(*xs)
+        return (found[-1] if isinstance(found, tuple) else found).sin().sum()
+
+    calls = torch.compile(last, fullgraph=True, backend="eager"), last
+    for a, b in zip(*(torch.autograd.grad(f(*given), given, materialize_grads=True) for f in calls), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_calls_of_the_same_shapes_are_checked_once_and_others_again():
