@@ -61,6 +61,14 @@ def applied(x, y, function: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def counted(count, y):
+    found = 0
+    for _ in range(tl.load(count)):
+        found += 1
+    tl.store(y, found)
+
+
+@triton.jit
 def multiply(x, y):
     return x * y
 
@@ -428,6 +436,13 @@ def test_a_hurried_interpreter_multiplies_to_the_same_bits(dtype: torch.dtype) -
     for _ in range(2):  # found out, and remembered
         assert all(torch.equal(found(precision), y) for precision, y in zip(precisions, expected, strict=True))
     assert torch.equal(expected[0], expected[2]) == (dtype != torch.float32)
+
+
+def test_a_loop_ends_at_a_number_that_a_kernel_loads() -> None:
+    """NumPy 2.4 refuses the conversion by which Triton 3.6 finds it, so that kernels ended in an InterpreterError."""
+    y = torch.zeros(1, dtype=torch.int32)
+    counted[(1,)](torch.full((1,), 3, dtype=torch.int32), y)
+    assert y.item() == 3
 
 
 def test_what_a_launch_puts_into_triton_s_language_goes_with_it() -> None:

@@ -2,7 +2,7 @@
 
 bfloat16: numpy lacks it, and the interpreter computes with its bits as with integers. Here bfloat16 arithmetic is in
 float32, rounded to nearest, as on a GPU. Masks: in Triton 3.9.0 a comparison of integers gives integers, which it then
-refuses as a mask.
+refuses as a mask. Bounds of loops: Triton 3.6 converts arrays of one entry to integers, which NumPy 2.4 refuses.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.righ
 
 
 def mend() -> None:
-    """Patch the interpreter: masks become booleans, bfloat16 is computed. Does nothing the second time."""
+    """Patch the interpreter: masks become booleans, bounds numbers, bfloat16 is computed. Nothing the second time."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     if not hasattr(InterpreterBuilder, "mended"):
         _hand_on_masks()
+        _take_bounds()
         _compute_bfloat16()
         InterpreterBuilder.mended = True
 
@@ -44,6 +45,18 @@ def _hand_on_masks() -> None:
 
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
         setattr(InterpreterBuilder, name, masked(getattr(InterpreterBuilder, name), place))
+
+
+def _take_bounds() -> None:
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:  # without a scope before Triton 3.6; it restores what `patch` sets
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _wide(bits: np.ndarray) -> np.ndarray:
