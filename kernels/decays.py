@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dsf.kernels.lagged import LaggedRead, LaggedWeights
-from dsf.kernels.operators import reduce_to, written
+from dsf.kernels.operators import reduce_to, returned
 
 LOG2_E = math.log2(math.e)  # powers of two take half the time of powers of e
 
@@ -96,7 +96,7 @@ def _log_pair(d: Tensor) -> Tensor:
     """pair [..., L, L] from logarithms [..., L]."""
     length = d.shape[-1]
     below = torch.ones(length, length, dtype=torch.bool, device=d.device).tril(-1)
-    return written(torch.where(below, (d * LOG2_E).unsqueeze(-1), d.new_zeros(())).cumsum_(-2).exp2_().tril_())
+    return returned(torch.where(below, (d * LOG2_E).unsqueeze(-1), d.new_zeros(())).cumsum_(-2).exp2_().tril_())
 
 
 def _spanning(terms: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsf.kernels.operators import refuse_second_order
+from dsf.kernels.operators import refuse_second_order, returned
 
 PAIRS = 1 << 20  # on a CPU, fewest queries times keys: for fewer, a mask is as fast or faster
 # On a GPU: cuDNN has no backward pass for single queries, and for few tokens a second launch costs what it gains.
@@ -75,12 +75,10 @@ class _Attention(torch.autograd.Function):
         earlier = _part(a, k[:, :, :before], v[:, :, :before], False, scale)
         own = _part(a, k[:, :, before:], v[:, :, before:], True, scale)
         share = (earlier.z - own.z).sigmoid().unsqueeze(-1)
-        y = torch.lerp(own.y.to(share.dtype), earlier.y.to(share.dtype), share)
-        if y.dtype != own.y.dtype:  # a `to` that changes nothing has gradients of zero in torch 2.11's compiler
-            y = y.to(own.y.dtype)
+        y = torch.lerp(own.y.to(share.dtype), earlier.y.to(share.dtype), share).to(own.y.dtype)
         ctx.save_for_backward(a, k, v, y, torch.logaddexp(earlier.z, own.z))
         ctx.scale, ctx.earlier, ctx.own = scale, earlier.kept, own.kept
-        return y
+        return returned(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

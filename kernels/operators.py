@@ -58,9 +58,10 @@ def refuse_second_order(where: str = RECURRENT) -> None:
         raise RuntimeError(f"second derivatives (create_graph=True) do not pass through {where}")
 
 
-def written(x: Tensor) -> Tensor:
-    """A tensor that `forward` of an autograd.Function has written in place, to be returned by it. What torch 2.11's
-    compiler follows there has gradients only if the last operator made a new tensor; elsewhere this is x itself."""
+def returned(x: Tensor) -> Tensor:
+    """What an autograd.Function returns where its last operator there made no new tensor: it wrote in place, or
+    converted x to the type that x had. What torch 2.11's compiler follows has gradients of zero then; elsewhere this is
+    x itself."""
     return x.view_as(x) if torch.compiler.is_dynamo_compiling() else x
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.operators import reduce_to, refuse_second_order, written
+from dsf.kernels.operators import reduce_to, refuse_second_order, returned
 
 BASE = 8  # rows of a diagonal block that uses forward substitution
 
@@ -100,7 +100,7 @@ class Walk(torch.autograd.Function):
             torch.add(known[:, :, c], weight[:, :, c] @ state, out=entry)
             torch.addcmul(ends[:, :, c].transpose(-1, -2) @ entry, totals[:, :, c], state, out=following)
         ctx.save_for_backward(total, ends, entries, weight, starts)
-        return starts, entries, written(places[-1])
+        return starts, entries, returned(places[-1])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
