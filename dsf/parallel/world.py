@@ -135,7 +135,7 @@ class World:
             return self
         if self._forward is not None:
             return self._forward
-        turned_about(self)
+        turned_about(self.key)
         assert self._backwards is not None
         return self._backwards
 
@@ -185,9 +185,10 @@ class World:
         return torch.cat([halves[rank][slot] for rank, slot in owners], dim=dim)
 
 
-def turned_about(world: World) -> bool:
+def turned_about(key: str) -> bool:
     """Make the world of a world's reversed calls, unless it has one. Dynamo calls this while it traces, as it cannot
-    follow locks."""
+    follow locks; torch 2.11's takes no objects there."""
+    world = WORLDS[key]
     if world._backwards is None:
         found = object.__new__(type(world))
         found.__dict__.update(world.__dict__)
