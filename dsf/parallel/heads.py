@@ -17,7 +17,7 @@ from dsf.parallel.modules import canonical_parameters, mixers_of
 from dsf.parallel.shares import Shares
 
 CUTS = "_cuts"
-AT_LEAST_2_13 = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
+AT_LEAST_2_11 = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 11)
 
 
 def shard_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -206,7 +206,7 @@ class Shared(nn.Module):
         yield from ((path, module) for path, module in self.named_modules() if module not in alone)
 
 
-if not AT_LEAST_2_13:  # graphs of earlier releases were not tried
+if not AT_LEAST_2_11:  # graphs of earlier releases were not tried
     Shared._within = torch.compiler.disable(Shared._within)  # type: ignore[method-assign]
 
 
