@@ -91,7 +91,7 @@ def hurried(compiling: Callable[[], Any]) -> Callable[[], Any]:
 
     def both() -> Any:
         with ThreadPoolExecutor(1) as thread:  # what goes wrong there does when the kernel is loaded, too
-            thread.submit(triton.runtime.driver.active.launcher_cls, source, _Unknown())
+            thread.submit(lambda: triton.runtime.driver.active.launcher_cls(source, _Unknown()))
             return compiling()
 
     source.make_ir = in_turn  # type: ignore[union-attr]
