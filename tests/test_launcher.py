@@ -3,7 +3,9 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -35,6 +37,29 @@ def test_nothing_is_found_out_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not launcher.prove() and launcher._proof is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_is_tried_on_another_thread_on_the_caller_s_gpu_once(fails, monkeypatch):
+    """What goes wrong there is the caller's error."""
+    asked, device = [], MagicMock()
+
+    def alike():
+        asked.append(threading.current_thread())
+        return 1 / 0 if fails else True
+
+    monkeypatch.setattr(launcher.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(launcher, "_launches_alike", alike)
+    for name, found in (("is_initialized", True), ("is_current_stream_capturing", False), ("current_device", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        for _ in range(2):
+            with launcher.proving():
+                pass
+    assert launcher.proven() is not fails
+    assert len(asked) == 1 and asked[0] is not threading.current_thread()
+    assert [c.args for c in device.call_args_list] == [(3,)]
 
 
 CODE = """
