@@ -88,8 +88,8 @@ def runnable(
 ) -> tuple[Callable[..., Any], bool]:  # fmt: skip
     """(the schedule as a function of its tensors, with its kernels compiled; whether to keep that function).
 
-    behind: what the call's gradients will launch, which another thread compiles where kernels of this call are missing
-    and at the first such call, whose own kernels one without gradients may have compiled.
+    behind: what the call's gradients will launch. Another thread compiles that where kernels of this call are missing,
+    and where `first`: at the first call with gradients, as one without them may have compiled the call's own kernels.
     While a CUDA graph is captured the private launcher cannot be tested, and kernels are compiled at their launch.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -169,7 +169,7 @@ def _pointers(args: tuple[Any, ...]) -> Any:
 
 
 class _Ahead(_Mode or object):  # type: ignore[misc]
-    """Triton's mode for compiling on other threads. load: on the GPU, too, that is the current one."""
+    """Triton's mode for compiling on other threads. load: whether they also load the kernels on the current GPU."""
 
     def __init__(self, threads: ThreadPoolExecutor, load: bool) -> None:
         super().__init__(threads, ignore_errors=True)
@@ -246,6 +246,7 @@ def _asked(missing: dict[Any, Launch], load: bool) -> list[Any]:
 
 
 def _count(args: tuple[Any, ...]) -> int:
+    """The number of arguments, those within structs counted one by one."""
     found: list[Any] = []
     mapped(found.append, args)
     return len(found)

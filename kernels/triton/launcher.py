@@ -25,7 +25,7 @@ from triton.runtime import build
 TRIED = frozenset({(3, 6)})  # (major, minor) of Triton that were run on a GPU
 LOADER = "_load_module_from_path"  # in triton.runtime.build
 _proof: bool | None = None
-_translating = threading.Lock()
+_translating = threading.Lock()  # held while a kernel's source is translated
 
 
 class _Factor(NamedTuple):
@@ -73,7 +73,8 @@ class _Unknown:
 
 
 def hurried(compiling: Callable[[], Any]) -> Callable[[], Any]:
-    """What Triton wants called on another thread, such that several of them end sooner.
+    """A function that compiles as `compiling` does, which Triton wants called on another thread, and lets several such
+    threads end sooner.
 
     Triton translates a kernel's source in Python. Threads that do so at the same time all end late, since one waits for
     the other at every step. So one does at a time, and the first are soon in LLVM. The C compiler needs nothing but the
