@@ -8,7 +8,7 @@ import structures
 import torch
 
 import dsf
-from dsf import FormError, Key, Scalar, Value, mixers
+from dsf import FormError, Key, Pair, Scalar, System, Value, exp_features, mixers, ratio, sigmoid, turn
 from dsf.call.plan import FORMS, SHORT
 
 STRUCTURES = {
@@ -175,17 +175,35 @@ def test_costs_grow_with_every_size(recurrence, axis):
             assert (0 < small < middle < large) if has_axis else small == middle == large, (form, cost)
 
 
+def held_bytes(state):
+    """Bytes of a state's tensors, lengths of a cache left out."""
+    parts = [state.k, state.v, state.bias, state.angle] if isinstance(state, dsf.KVCache) else [state]
+    return sum(x.numel() * x.element_size() for x in parts if x is not None)
+
+
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_state_shape_and_bytes_are_those_of_the_state(recurrence, dtype):
     inputs = structures.sample(recurrence, T=9, dtype=dtype)
     plan = recurrence.plan(**inputs)
     _, state = recurrence(**inputs, return_state=True)
-    parts = [state.k, state.v] if isinstance(state, dsf.KVCache) else [state]
-    assert plan.state_bytes == sum(x.numel() * x.element_size() for x in parts)
+    assert plan.state_bytes == held_bytes(state)
     if isinstance(state, torch.Tensor):
         assert plan.state_shape == tuple(state.shape)
         assert plan.state_shape[2:] == recurrence.state_shape(N=recurrence.spec.keys_of(3), P=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_pair", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_cache_counts_biases_and_angles_in_the_states_dtype(dtype, by_pair, window):
+    def turned(q: Key, k: Key, v: Value, f: Scalar, th: Pair if by_pair else Scalar) -> System:
+        return System(sigmoid(f) * turn(th), exp_features(k) * v, exp_features(q), normalize=ratio, window=window)
+
+    inputs = structures.sample(dsf.recurrence(turned), T=9, N=4, dtype=dtype)
+    _, cache = dsf.recurrence(turned)(**inputs, return_state=True)
+    assert cache.bias is not None and cache.angle is not None
+    assert dsf.recurrence(turned).plan(**inputs).state_bytes == held_bytes(cache)
 
 
 def test_a_cache_counts_the_heads_it_keeps():

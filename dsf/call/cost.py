@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dsf.call.bind import Sizes, cached_heads, key_width
+from dsf.call.bind import Sizes, angle_width, cached_heads, key_width
 from dsf.language.expr import KEY, VALUE
 from dsf.language.spec import Spec
 
@@ -18,6 +18,19 @@ def cache_shape(spec: Spec, sizes: Sizes) -> tuple[int, ...]:
     (k_heads, v_heads), (b_heads, _) = cached_heads(spec, sizes)
     kept = sizes.tokens if spec.system.window is None else min(sizes.tokens, spec.system.window)
     return sizes.batch, kept, k_heads * key_width(spec, sizes) + v_heads * sizes.p + b_heads
+
+
+def cache_bytes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> int:
+    """Bytes of attention's cache, without lengths: keys and values in `dtype`, biases and angles in the state's."""
+    batch, kept, numbers = cache_shape(spec, sizes)
+    _, (biases, angles) = cached_heads(spec, sizes)
+    wide = state_bytes((kept * biases + (angles * angle_width(spec, sizes) if angles else 0),), dtype)
+    return batch * (kept * (numbers - biases) * dtype.itemsize + wide)
+
+
+def state_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a state of this shape: float64 of float64 inputs, else float32."""
+    return math.prod(shape) * (8 if dtype == torch.float64 else 4)
 
 
 def by_channel(spec: Spec) -> bool:

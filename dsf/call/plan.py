@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsf.call.bind import Sizes, check_even
-from dsf.call.cost import CONVOLUTION, by_channel, cache_shape, flops, io_bytes
+from dsf.call.cost import CONVOLUTION, by_channel, cache_bytes, cache_shape, flops, io_bytes, state_bytes
 from dsf.call.launches import Planned
 from dsf.language.errors import FormError
 from dsf.language.expr import VALUE
@@ -198,12 +197,12 @@ def make_plan(
         kernel, chunk = _kernel(spec, sizes, chosen)
     layout = columns(spec, sizes.p)
     shape: tuple[int, ...] = (sizes.batch, sizes.heads, sizes.n, layout.total)
+    held = state_bytes(shape, dtype)
     if spec.is_attention:
-        shape = cache_shape(spec, sizes)
-    width = dtype.itemsize if spec.is_attention else (8 if dtype == torch.float64 else 4)
+        shape, held = cache_shape(spec, sizes), cache_bytes(spec, sizes, dtype)
     return Plan(
         spec.name, spec.structure, forms, chosen, "triton" if on_gpu else "torch", kernel, chunk, shape,
-        math.prod(shape) * width, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
+        held, flops(spec, sizes, chosen, chunk), io_bytes(spec, sizes, dtype), reason,
         gpu.source(spec, dtype, one_step, scan) if on_gpu else "", one_step, scan,
     )  # fmt: skip
 
@@ -233,10 +232,10 @@ def _of_convolution(
         made = f"backend={backend!r} was asked for, but" if backend in BACKENDS else f"there is no backend {backend!r};"
         raise FormError(f"{spec.name}: {made} the convolution form runs on torch, whose FFT it is")
     shape = (sizes.batch, sizes.heads, sizes.n, state_columns(spec, sizes.n, sizes.keys, sizes.p))
-    width, alone = 8 if dtype == torch.float64 else 4, backend == "torch"
+    alone = backend == "torch"
     kernel = gpu_convolve.kernel_of(spec, sizes, dtype, device, transformed or alone)
     return Plan(
-        spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", kernel, 0, shape, math.prod(shape) * width,
+        spec.name, spec.structure, forms_of(spec), CONVOLUTION, "torch", kernel, 0, shape, state_bytes(shape, dtype),
         flops(spec, sizes, CONVOLUTION, 0), io_bytes(spec, sizes, dtype),
         ASKED.format(form) if form == CONVOLUTION else CONVOLVED, torch_alone=alone,
     )  # fmt: skip
@@ -270,7 +269,7 @@ def _of_frame(
     shape = (*plan.state_shape[:-1], state_columns(spec, sizes.n, sizes.keys, sizes.p))
     return replace(
         plan, structure=spec.structure, state_shape=shape, bytes=io_bytes(spec, sizes, dtype),
-        state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
+        state_bytes=state_bytes(shape, dtype),
     )  # fmt: skip
 
 
@@ -303,7 +302,7 @@ def _of_solve(
     products = sizes.n // 3 if alone else 4 * (steps + 1)  # of H and a vector
     return replace(
         plan, structure=spec.structure, kernel=kernel, state_shape=shape,
-        state_bytes=math.prod(shape) * (8 if dtype == torch.float64 else 4),
+        state_bytes=state_bytes(shape, dtype),
         flops=plan.flops + sizes.batch * sizes.tokens * sizes.heads * products * sizes.n**2,
         reason=reason if form == "auto" else plan.reason,
     )  # fmt: skip
