@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsf import KVCache
 from dsf.call import decode
+from dsf.kernels import attention
 
 
 def is_cache(x: Any) -> bool:
@@ -42,6 +45,26 @@ def reserved(mixer: Any, state: Any, tokens: int) -> Any:
         return x.contiguous() if isinstance(x, Tensor) else x
 
     return pytree.tree_map(made, state, is_leaf=is_cache)
+
+
+def joined(mixer: Any, states: Sequence[Any]) -> Any:
+    """The rows of several states of one mixer, one state after the other; keys and values of each in their order."""
+
+    if len({getattr(s, "position", None) is None for s in states}) > 1:
+        # Some count tokens, some do not: in those every row has had one, and nothing but a count of 0 matters.
+        states = [s if s.position is not None else s._replace(position=_ones(s)) for s in states]
+
+    def together(*parts: Any) -> Any:
+        if is_cache(parts[0]):
+            return attention.joined([decode.in_order(mixer.recurrence.spec, x) for x in parts])
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+    return pytree.tree_map(together, *states, is_leaf=is_cache)
+
+
+def _ones(state: Any) -> Tensor:
+    first = next(x for x in pytree.tree_leaves(state) if isinstance(x, Tensor))
+    return first.new_ones(len(first), dtype=torch.int64)
 
 
 def most_of(state: Any) -> int:

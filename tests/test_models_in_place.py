@@ -110,6 +110,29 @@ def test_attention_s_steps_in_place_are_the_whole_and_stay_where_they_are(layers
     torch.testing.assert_close(found.logits, expected[rows, 1], rtol=0, atol=1e-10)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [*HYBRIDS, ["retnet", "mamba3", "rg_lru"]], ids="+".join)
+def test_joined_states_go_on_as_each_alone(layers):
+    """Sequences of other lengths join those that step in place, and some leave, twice."""
+    model, ids = hybrid(layers), torch.randint(0, 31, (4, 90))
+    whole, held = model(ids).logits, [(0, 68), (1, 68)]  # rows of ids, and how many of its tokens came
+    state = model.reserve(model(ids[:2, :68]).state, 80)
+    packed, bounds = torch.cat([ids[2, :3], ids[3, :64]])[None], torch.tensor([0, 3, 67])
+    new = [(packed, bounds, [(2, 3), (3, 64)]), (ids[1:2, :5], None, [(1, 5)])]
+    for tokens, cu_seqlens, rows in new:
+        state, held = model.join([state, model(tokens, cu_seqlens=cu_seqlens).state]), held + rows
+        for _ in range(3):
+            out = model.step(torch.stack([ids[row, n] for row, n in held]), state, in_place=True)
+            expected = torch.stack([whole[row, n] for row, n in held])
+            torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-10)
+            state, held = out.state, [(row, n + 1) for row, n in held]
+        state, held = out.state.select(torch.tensor([1, 2, 3])), held[1:4]
+    with pytest.raises(dsf.InputError, match="no states to join"):
+        model.join([])
+    with pytest.raises(dsf.InputError, match=r"of a(nother)? model"):
+        model.join([state, model_of(["gated_deltanet"])(ids).state])
+
+
 class Tape(TorchDispatchMode):
     """What a CUDA graph keeps of a step: its operations on its tensors, with the numbers that the host gave them."""
 

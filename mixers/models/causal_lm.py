@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from dsf.call.packing import check_row
 from dsf.language.errors import InputError
 from dsf.mixers import Mixer
 from dsf.mixers._beside import handing, hooked, product_of
-from dsf.mixers._states import put, reserved
+from dsf.mixers._states import joined, put, reserved
 from dsf.mixers._typed import called_as
 from dsf.mixers.models.config import ATTENTION, ModelConfig
 from dsf.mixers.models.naming import constructor_of, layer_in_model, takes
@@ -300,6 +300,21 @@ class CausalLM(nn.Module):
         mixers = [block.mixer for block in self.model._blocks()]
         check_state(state, mixers, None)
         return state.renewed(reserved(mixer, s, tokens) for mixer, s in zip(mixers, state.layers, strict=True))
+
+    def join(self, states: Sequence[ModelState]) -> ModelState:
+        """One state with the sequences of several, in their order; `ModelState.select` takes some out again.
+
+        They may have had different numbers of tokens. Everything is copied; where attention's keys and values lie in
+        the fixed memory of steps in place, the host waits for the GPU. Raises InputError for no states, and for one of
+        another model.
+        """
+        mixers = [block.mixer for block in self.model._blocks()]
+        if not states:
+            raise InputError("no states to join")
+        for state in states:
+            check_state(state, mixers, None)
+        layers = zip(mixers, *(state.layers for state in states), strict=True)
+        return states[0].renewed(joined(mixer, parts) for mixer, *parts in layers)
 
     def generate(
         self,
