@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsf.kernels.operators import check_convolution
 
@@ -186,31 +187,69 @@ def _torch(
 ) -> tuple[Tensor, Tensor]:
     """y before its activation [B, T, C], and the state after x."""
     check_convolution(x, weight, bias, state, cu_seqlens)
-    x = x.transpose(1, 2)
-    (batch, channels, _), taps = x.shape, weight.shape[-1]
-    sequences, past = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1, taps - 1
+    (batch, _, channels), past = x.shape, weight.shape[-1] - 1
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = x.new_zeros(sequences, channels, past) if state is None else state.to(x.dtype)
-    weight, bias = weight.to(x.dtype).unsqueeze(1), None if bias is None else bias.to(x.dtype)
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if cu_seqlens is None:
-        padded = torch.cat([state, x], dim=2)
-        y = F.conv1d(padded, weight, bias, groups=channels)
-        last = padded[..., padded.shape[2] - past :]
-        return y.transpose(1, 2), last if x.shape[2] == 1 else last.clone()  # a view would keep all of x
+        padded = torch.cat([state.mT, x], dim=1)
+        last = padded[:, padded.shape[1] - past :].mT
+        return _convolved(padded, weight, bias), last.clone(memory_format=torch.contiguous_format)
     padded, output, final = _packed(x, state, cu_seqlens.to(x.device, torch.long))
-    return F.conv1d(padded, weight, bias, groups=channels)[..., output].transpose(1, 2), final
+    return _convolved(padded, weight, bias).index_select(1, output), final
+
+
+def _convolved(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y [B, T, C] of padded [B, K - 1 + T, C]."""
+    few = padded.device.type == "cpu" and type(padded) is Tensor and weight.shape[1] <= LARGEST
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if few and not (traced or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
+        found: Tensor = _Taps.apply(padded, weight, bias)
+        return found
+    return F.conv1d(padded.mT, weight.unsqueeze(1), bias, groups=weight.shape[0]).mT
+
+
+class _Taps(torch.autograd.Function):
+    """A tap at a time, over channels that lie side by side: a half to a third of the time of torch's convolution on a
+    CPU, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        taps = weight.shape[1]
+        tokens = padded.shape[1] - taps + 1
+        y = padded[:, :tokens] * weight[:, 0]
+        for j in range(1, taps):
+            y.addcmul_(padded[:, j : j + tokens], weight[:, j])
+        ctx.save_for_backward(padded if ctx.needs_input_grad[1] else None, weight)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        padded, weight = ctx.saved_tensors
+        (batch, tokens, channels), taps = dy.shape, weight.shape[1]
+        dx, dw, db = None, None, None
+        if ctx.needs_input_grad[0]:
+            dx = dy.new_zeros(batch, tokens + taps - 1, channels)
+            for j in range(taps):
+                dx[:, j : j + tokens].addcmul_(dy, weight[:, j])
+        if padded is not None:
+            dw = torch.stack([(dy * padded[:, j : j + tokens]).sum((0, 1)) for j in range(taps)], 1)
+        if ctx.needs_input_grad[2]:
+            db = dy.sum((0, 1))
+        return dx, dw, db
 
 
 def _packed(x: Tensor, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(each sequence after its K-1 columns of state, [1, C, T + S(K-1)]; the columns of tokens; final states)."""
-    tokens, (sequences, channels, past) = x.shape[2], state.shape
+    """(each sequence after its K-1 inputs of state, [1, T + S(K-1), C]; the places of outputs; final states)."""
+    tokens, (sequences, channels, past) = x.shape[1], state.shape
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     column = torch.arange(tokens, device=x.device)
-    # Sequence s begins at column cu[s] + s(K-1) of the padded row; outputs land K-1 before tokens.
+    # Sequence s begins at place cu[s] + s(K-1) of the padded row; outputs land K-1 before tokens.
     output = column + (torch.searchsorted(cu_seqlens, column, right=True) - 1) * past
     begin = cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * past
     window = begin.unsqueeze(1) + torch.arange(past, device=x.device)  # [S, K-1]
-    padded = x.new_zeros(1, channels, tokens + sequences * past)
-    padded = padded.index_copy(2, window.flatten(), state.transpose(0, 1).reshape(1, channels, -1))
-    padded = padded.index_copy(2, output + past, x)
-    last = padded[0].index_select(1, (window + lengths.unsqueeze(1)).flatten())
-    return padded, output, last.unflatten(1, (sequences, past)).transpose(0, 1)
+    padded = x.new_zeros(1, tokens + sequences * past, channels)
+    padded = padded.index_copy(1, window.flatten(), state.mT.reshape(1, -1, channels))
+    padded = padded.index_copy(1, output + past, x)
+    last = padded[0].index_select(0, (window + lengths.unsqueeze(1)).flatten())
+    return padded, output, last.view(sequences, past, channels).mT.contiguous()
