@@ -236,7 +236,7 @@ def _layer_alone(name: str) -> Callable[..., Any] | None:
     return {_plain(known): layer for known, layer in LAYERS.items()}.get(_plain(name))
 
 
-def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: Any) -> Mixer:
+def layer_for(mixer: str | type[Any] | Recurrence, d_model: int, **options: Any) -> Mixer:
     """A layer [B, T, d_model] -> [B, T, d_model] for a mixer.
 
     mixer: a name of the zoo ("gated_deltanet"), file.py:function, a class of this package or of yours, or a
@@ -251,16 +251,17 @@ def layer_for(mixer: str | type[Mixer] | Recurrence, d_model: int, **options: An
     return make(d_model, **options)
 
 
-def constructor_of(mixer: str | type[Mixer] | Recurrence) -> Callable[..., Mixer]:
+def constructor_of(mixer: str | type[Any] | Recurrence) -> Callable[..., Mixer]:
     """The constructor that `layer_for` calls with d_model and options. Raises InputError for an unknown mixer."""
-    if isinstance(mixer, type) and issubclass(mixer, Mixer):
+    if isinstance(mixer, type) and (issubclass(mixer, Mixer) or mixer in LAYERS.values()):
         return mixer
     if isinstance(mixer, str) and is_file(mixer):
         mixer = recurrence_in(mixer)
     if isinstance(mixer, Recurrence):
         return _around(mixer)
     if not isinstance(mixer, str):
-        raise InputError(f"a mixer is a name, file.py:function, a class or a recurrence, not {type(mixer).__name__}")
+        given = f"the class {mixer.__name__}" if isinstance(mixer, type) else type(mixer).__name__
+        raise InputError(f"a mixer is a name, file.py:function, a class of layers or a recurrence, not {given}")
     alone = _layer_alone(mixer)
     if alone is not None:
         return alone

@@ -160,8 +160,9 @@ def test_what_they_refuse():
         mixers.Hydra(16, d_conv=4, headdim=8)
     with pytest.raises(dsf.InputError, match="headdim 64 must divide 32"):
         mixers.Hydra(16)
-    with pytest.raises(dsf.InputError, match="a mixer is a name"):
-        mixers.layer_for(mixers.Hydra, 16)
+    assert type(mixers.layer_for(mixers.Hydra, 16, headdim=8)) is mixers.Hydra
+    with pytest.raises(dsf.InputError, match=r"a class of layers .* not the class Linear"):
+        mixers.layer_for(torch.nn.Linear, 16)
 
 
 @pytest.mark.parametrize("name", ["VisionMamba", "Hydra", "VisionLSTM", "Bidirectional"])

@@ -142,6 +142,11 @@ def test_hyena_is_drawn_again_and_keeps_its_rates_in_float32():
 def test_hyena_is_found_by_name_and_has_no_recurrence():
     layer = mixers.layer_for("Hyena", 8, l_max=16)
     assert type(layer) is mixers.Hyena and type(mixers.layer_for("vision-mamba", 8)) is mixers.VisionMamba
+    assert type(mixers.layer_for(mixers.Hyena, 8, l_max=16)) is mixers.Hyena
+    sizes = {"vocab_size": 8, "d_model": 8, "n_layers": 1}
+    assert dsf.models.ModelConfig(mixers=[mixers.Hyena], **sizes).mixers == ("hyena",)
+    with pytest.raises(dsf.InputError, match=r"^hydra reads its sequences in both directions"):
+        dsf.models.ModelConfig(mixers=[mixers.Hydra], **sizes)
     with pytest.raises(KeyError, match=r"'hyena' is a layer without .* own, dsf\.mixers\.Hyena"):
         mixers.get("hyena")
     assert not set(mixers.LAYERS) & {entry.name for entry in mixers.ZOO}

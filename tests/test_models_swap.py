@@ -219,6 +219,10 @@ def test_options_that_json_does_not_have_leave_the_configuration_whole(tmp_path)
 
 def test_what_cannot_be_swapped_is_refused_before_anything_changes():
     model = llama(2)
+    with pytest.raises(dsf.InputError, match=r"layers is 1, expected several numbers, such as \[0, 1\]"):
+        dsf.models.swap(model, "s6", layers=1)
+    with pytest.raises(dsf.InputError, match=r"^Hydra reads its sequences in both directions"):
+        dsf.models.swap(model, dsf.mixers.Hydra)
     with pytest.raises(dsf.InputError, match="expected different ones of 0 to 1"):
         dsf.models.swap(model, "s6", ["1"])
     with pytest.raises(dsf.InputError, match="expected different ones of 0 to 1"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsf import Recurrence
 from dsf.language.errors import InputError
-from dsf.mixers import ZOO, BothWays, Mixer, canonical, constructor_of, layer_for
+from dsf.mixers import LAYERS, ZOO, BothWays, Mixer, canonical, constructor_of, layer_for
 from dsf.mixers._files import is_file
 
 Named = (str, Recurrence, type)  # what may stand for one mixer
@@ -27,6 +27,9 @@ def mixer_name(mixer: Any) -> str:
     for entry in ZOO:
         if mixer is entry.recurrence or (entry.module is not None and mixer is entry.module):
             return entry.name
+    for name, layer in LAYERS.items():
+        if mixer is layer:
+            return name
     if isinstance(mixer, Recurrence):
         return _in_file(mixer)
     if isinstance(mixer, type) and issubclass(mixer, Mixer):
@@ -34,9 +37,8 @@ def mixer_name(mixer: Any) -> str:
             f"{mixer.__name__} is a class outside the zoo, which a configuration cannot name; give its recurrence, in "
             "a file, as file.py:function"
         )
-    raise InputError(
-        f"a mixer is a name of the zoo, file.py:function, a Recurrence or a class of layers, got {type(mixer).__name__}"
-    )
+    given = f"the class {mixer.__name__}" if isinstance(mixer, type) else type(mixer).__name__
+    raise InputError(f"a mixer is a name of the zoo, file.py:function, a Recurrence or a class of layers, got {given}")
 
 
 def check_causal(mixer: Any) -> None:
@@ -44,8 +46,8 @@ def check_causal(mixer: Any) -> None:
     make = constructor_of(mixer)
     if isinstance(make, type) and issubclass(make, BothWays):
         raise InputError(
-            f"{mixer} reads its sequences in both directions, so that tokens would see those they are to predict; a "
-            "causal language model cannot be made of it"
+            f"{getattr(mixer, '__name__', mixer)} reads its sequences in both directions, so that tokens would see "
+            "those they are to predict; a causal language model cannot be made of it"
         )
 
 

@@ -154,6 +154,8 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
     reads both ways.
     """
     found = decoder_layers(model)
+    if isinstance(layers, (int, str)):
+        raise InputError(f"layers is {layers!r}, expected several numbers, such as [0, 1]; None for all of them")
     chosen = list(range(len(found))) if layers is None else list(layers)
     wrong = [i for i in chosen if type(i) is bool or not hasattr(i, "__index__") or not 0 <= i < len(found)]
     if wrong or len(set(chosen)) < len(chosen):
