@@ -337,6 +337,9 @@ REFUSED = [
     (lambda k, v, b: learn(square(k, v), by="exact", ridge=1, C=k, normalize=dsf.ratio), "leave normalize, drive"),
     (lambda k, v, b: learn(square(k, v), by="exact", ridge=1, rate=b, C=dsf.prev(k)), "takes no turn, prev or Pair"),
     (lambda k, v, b: learn(square(k, v), by="gradient", ridge=1, C=k), r"ridge = 1 is of by='exact'"),
+    (lambda k, v, b: learn(square(k, v), by="exact", ridge=0, C=k), "ridge = 0 must be positive"),
+    (lambda k, v, b: learn(square(k, v), by="exact", ridge=-1.0, C=k), "ridge = -1 must be positive"),
+    (lambda k, v, b: learn(square(k, v), by="gradient", steps=3, C=k), "steps = 3 is of by='exact'; by='gradient'"),
     (
         lambda k, v, b: dsf.compose(System(A=b, B=0), learn(square(k, v), by="exact", ridge=1, C=k)),
         "not one of several steps of a token",

@@ -65,6 +65,8 @@ def learn(
         return step.exact(C, D, decay, read, ridge, steps)
     if ridge is not None:
         raise TraceError(f"ridge = {ridge} is of by='exact'; by='{by}' has it as 0.5 * ridge * norm2(S) in the loss")
+    if steps != STEPS:
+        raise TraceError(f"steps = {steps!r} is of by='exact'; by='{by}' takes one step a token, in closed form")
     A, B = {"hebb": step.hebb, "gradient": step.gradient, "implicit": step.implicit, "flow": step.flow}[by]()
     if decay is not None:
         A = _after(A, as_operator(decay))
@@ -203,6 +205,8 @@ class _Step:
             how = "give its weight on S once, as ridge=" if self.squares else "it has no square of S.T @ k"
             raise TraceError(f"by='exact': the loss `{self.loss}` is summed over tokens; {how}")
         ridge = as_expr(ridge)
+        if ridge.is_constant and not ridge.value > 0:  # forms would answer differently, some of them without an error
+            raise TraceError(f"by='exact': ridge = {ridge} must be positive, or the first tokens' losses leave S open")
         for key, strength, _ in self.squares:
             for axis, x in ((VALUE, key * strength), (VALUE, ridge), (KEY, strength)):
                 if axis in x.axes:
