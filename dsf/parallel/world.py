@@ -321,6 +321,9 @@ class Sequence(World):
 
     def shard(self, *xs: Tensor, dim: int = 1) -> Any:
         """This rank's tokens of whole tensors, by the layout: a tensor for one, a tuple for several."""
+        if any(not -x.dim() <= dim < x.dim() or x.shape[dim] != xs[0].shape[dim] for x in xs):
+            shapes = ", ".join(str(list(x.shape)) for x in xs)
+            raise InputError(f"shard cuts dimension {dim}, the tokens, as many in every tensor; got shapes {shapes}")
         found = self.shard_of(self._rank, *xs, dim=dim)
         return found[0] if len(found) == 1 else found
 
@@ -335,6 +338,8 @@ class Sequence(World):
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
         """int64 [T_local], the positions of this rank's tokens. tokens: of the whole sequence."""
+        if not isinstance(tokens, (int, torch.SymInt)) or tokens < 0:
+            raise InputError(f"positions: tokens is {tokens!r}, expected the number of the whole sequence's tokens")
         return self.places(tokens, self._rank, device)
 
     @property
