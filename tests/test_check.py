@@ -366,6 +366,14 @@ def test_ranges_follow_from_the_expressions():
     }  # fmt: skip
 
     @dsf.recurrence
+    def mixed(q: Key, k: Key, v: Value, floor: Param[Key], share: Scalar, keep: Scalar, f: Scalar) -> System:
+        rows = floor + (1 - floor) * sigmoid(f)
+        return System(A=rows * (share * keep + (1 - share) * 0.5), B=k * v, C=q)
+
+    assert {words(mixed)[name] for name in ("floor", "share", "keep")} == {"in [0, 1]"}
+    assert {"floor", "share", "keep"} <= legal_ranges(mixed.spec)[1]  # not necessary: others may make up for it
+
+    @dsf.recurrence
     def two_corrections(q: Key, k: Key, u: Key, v: Value, b: Scalar, c: Scalar) -> System:
         return System(A=I - b * outer(k, k) - c * outer(u, u), B=k * v, C=q)
 

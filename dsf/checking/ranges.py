@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from dsf.call.bind import bind, environment
+from dsf.checking.terms import mixture, reached
 from dsf.checking.values import INF, PROBE_CHANNELS, REAL, TINY, UNIT, Range, as_range, probe_inputs
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, Expr, children_first, const, substitute
@@ -35,7 +36,8 @@ def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
     * domain: denominators, arguments of log, sqrt, rsqrt and what is raised to powers other than integers positive;
       arguments of log1p above -1; those of phi1, which grows as exp, at most 0; a part of a complex rate that divides
       and is bounded by 0 is not 0, lest the other is, too;
-    * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0]);
+    * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0];
+      g of a mixture g · x + (1 - g) · y in [0, 1]);
     * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
       that is a factor of scale (DeltaNet's β) in [0, 2/R];
     * solves: weights of squares not negative, the ridge positive;
@@ -127,7 +129,7 @@ class _Inference:
     def signs(self) -> None:
         """Give inputs one sign where no decay is legal with the other one."""
         for decay in [row.normal.decay for row in self.spec.rows]:
-            for name in _reached(decay):
+            for name in reached(decay, _RULES):
                 if name in self.fixed or self.ranges[name] != REAL or self.holds(decay, -1.0, 1.0):
                     continue
                 signs = Range(-INF, 0.0), Range(0.0, INF)
@@ -238,6 +240,14 @@ class _Inference:
         elif x.op in _RULES:
             _RULES[x.op](self, x, low, high)
 
+    def mixed(self, a: Expr, b: Expr, low: float, high: float) -> None:
+        """Demand a share from 0 to 1, and either part of the mixture from low to high."""
+        share, parts = mixture(a, b) or (None, [])
+        if share is not None:
+            self.demand(share, 0.0, 1.0)
+        for part in (part[0] for part in parts if len(part) == 1):
+            self.demand(part, low, high)
+
     def _narrow(self, name: str, low: float, high: float) -> None:
         old = self.ranges[name]
         if low < 0 < old.high and (high == INF or high == -low):
@@ -300,8 +310,11 @@ def _add(self: _Inference, x: Expr, low: float, high: float, sign: float = 1.0) 
         self.demand(a, low - sign * b.value, high - sign * b.value)
     elif a.is_constant:
         _scaled(self, b, sign, low - a.value, high - a.value)
-    else:
-        with self.shared():
+        return
+    with self.shared():
+        if sign > 0 and low <= 0 < high:
+            self.mixed(a, b, low, high)
+        if not self.holds(x, low, high):
             self.demand(a, low / 2, high / 2)
             _scaled(self, b, sign, low / 2, high / 2)
 
@@ -385,15 +398,3 @@ _RULES: dict[str, Callable[[_Inference, Expr, float, float], None]] = {
     "sum_key": _sum,
     "sum_value": _sum,
 }
-
-
-def _reached(x: Expr) -> list[str]:
-    """Names of the inputs that a demand on x may narrow; a sigmoid's argument is none of them."""
-    found: set[Expr] = set()
-    left = [x]
-    while left:
-        node = left.pop()
-        if node not in found and (node.op == "input" or node.op in _RULES):
-            found.add(node)
-            left += node.args
-    return sorted({node.attrs[0] for node in found if node.op == "input"})
