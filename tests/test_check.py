@@ -374,6 +374,12 @@ def test_ranges_follow_from_the_expressions():
     assert {"floor", "share", "keep"} <= legal_ranges(mixed.spec)[1]  # not necessary: others may make up for it
 
     @dsf.recurrence
+    def erased(q: Key, k: Key, v: Value, g: Scalar, h: Scalar) -> System:
+        return System(A=1 - g * (1 - h), B=k * v, C=q)
+
+    assert words(erased)["g"] == "in [0, 2]" and words(erased)["h"] == "in [0, 1]"  # A up to 3 where h is above 1
+
+    @dsf.recurrence
     def two_corrections(q: Key, k: Key, u: Key, v: Value, b: Scalar, c: Scalar) -> System:
         return System(A=I - b * outer(k, k) - c * outer(u, u), B=k * v, C=q)
 

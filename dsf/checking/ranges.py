@@ -301,7 +301,7 @@ def _mul(self: _Inference, x: Expr, low: float, high: float) -> None:
     with self.shared(not self.holds(second, -1.0, 1.0)):
         self.demand(first, -limit, limit)
         if not self.holds(x, low, high):
-            self.demand(second, -1.0, 1.0)
+            self.demand(second, 0.0 if low >= 0 else -1.0, 1.0)
 
 
 def _add(self: _Inference, x: Expr, low: float, high: float, sign: float = 1.0) -> None:
