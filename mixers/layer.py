@@ -128,6 +128,8 @@ class Layer(Mixer):
     def _starts(self, init: Init) -> dict[str, Start]:
         """The initial values of Params and of the biases of inputs without convolution, by name."""
         spec, found = self.recurrence.spec, {}
+        if not isinstance(init, Mapping):
+            raise InputError(f"Layer: init is {init!r}, expected initial values by names of inputs, {{'beta': 0.5}}")
         names = [i.name for i in spec.inputs if i.name not in self.known.plain]
         for name in init:
             if name not in names:

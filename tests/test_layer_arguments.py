@@ -134,6 +134,7 @@ def test_a_convolution_of_no_taps_is_none(name):
         (lambda: mixers.Layer("gla", 8), r"^Layer: recurrence is 'gla', expected a Recurrence"),
         (lambda: mixers.Layer(mixers.gla, 8, N=0), r"^Layer: N is 0"),
         (lambda: mixers.Layer(mixers.gla, 8, conv=-1), r"^Layer: conv is -1"),
+        (lambda: mixers.Layer(mixers.gla, 8, init=[1]), r"^Layer: init is \[1\], expected initial values by names"),
         (lambda: mixers.Layer(mixers.gla, 8, 3), r"^Layer: n_heads .3. must divide its 8 channels"),
         (lambda: layer_for(mixers.gla, 8, P=2.0), r"^Layer: P is 2.0"),
     ],
