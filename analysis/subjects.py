@@ -19,8 +19,9 @@ from dsf.mixers import ZOO, Entry, Mixer, get
 from dsf.mixers._files import is_file, recurrence_in
 from dsf.mixers.layer import Layer
 
-# The mixers of `dsf compare` without names, which takes minutes; of --thorough: one or two of each family.
-FEW = ("softmax_attention", "ssd", "gla", "deltanet", "gated_deltanet")
+# The mixers of `dsf compare` without names, which takes minutes: all tokens, a decay, corrections, both; of --thorough:
+# one or two of each family.
+FEW = ("softmax_attention", "ssd", "deltanet", "gated_deltanet")
 FAMILIES = (
     "softmax_attention", "linear_attention", "normalized_attention_exp", "s6", "ssd", "longhorn", "qlstm", "rg_lru",
     "mingru", "hgrn2", "retnet", "gla", "mlstm", "rwkv7", "deltanet", "gated_deltanet", "kda", "delta_product",

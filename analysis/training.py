@@ -21,6 +21,7 @@ from dsf.mixers import Mixer, parameter_groups
 from dsf.mixers.models.graphed import Graphed
 
 BYTES = 256
+EVERYWHERE = slice(None)
 Progress = Callable[[int, float], None]  # (steps done, loss in nats)
 
 
@@ -125,12 +126,13 @@ class ByteLM(nn.Module):
         self.blocks = nn.ModuleList(Block(build(make, setup), setup.d_model, setup.hidden) for _ in range(setup.layers))
         self.norm = nn.RMSNorm(setup.d_model)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [B, T] in 0 … 255 -> logits [B, T, 256]; the head is the embedding, transposed."""
+    def forward(self, ids: Tensor, at: slice = EVERYWHERE) -> Tensor:
+        """ids: [B, T] in 0 … 255 -> logits [B, T, 256], or of the tokens `at` alone; the head is the embedding,
+        transposed."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return self.norm(x) @ self.embedding.weight.T
+        return self.norm(x[:, at]) @ self.embedding.weight.T
 
     @torch.no_grad()
     def mixer_inputs(self, ids: Tensor) -> list[dict[str, Tensor]]:
@@ -184,9 +186,8 @@ def loss_on(model: ByteLM, windows: Tensor, last: int | None = None) -> Tensor:
     all before.
     """
     windows = windows.to(model.embedding.weight.device)
-    logits, targets = model(windows[:, :-1]), windows[:, 1:]
-    if last is not None:
-        logits, targets = logits[:, -last:], targets[:, -last:]
+    at = EVERYWHERE if last is None else slice(-last, None)
+    logits, targets = model(windows[:, :-1], at), windows[:, 1:][:, at]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -31,7 +31,7 @@ def sequences(generator: torch.Generator, rows: int = ROWS, gap: int = GAP) -> T
 def answers(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
     """(logits of the answers [rows, PAIRS, 256], the values asked for [rows, PAIRS])."""
     begin = ids.shape[1] - 2 * PAIRS
-    return model(ids[:, :-1])[:, begin::2], ids[:, begin + 1 :: 2]
+    return model(ids[:, :-1], slice(begin, None, 2)), ids[:, begin + 1 :: 2]
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
