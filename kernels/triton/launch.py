@@ -175,11 +175,12 @@ class _Ahead(_Mode or object):  # type: ignore[misc]
         super().__init__(threads, ignore_errors=True)
         self.load = load
 
-    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+    def submit(self, key: Any, compile_fn: Any, *after: Any) -> Any:
+        """after: what Triton does with a kernel, and since 3.9 without one that does not compile."""
         make = hurried(compile_fn)
         if self.load:
             make = functools.partial(_loaded, make, torch.cuda.current_device())
-        return super().submit(key, make, finalize_fn)
+        return super().submit(key, make, *after)
 
 
 def _loaded(make: Callable[[], Any], device: int) -> Any:
