@@ -16,6 +16,7 @@ import triton_private as private
 Function = Callable[..., Any]
 TENSOR = tl.tensor
 FLOATS = {"fp32", "fp64"}  # of which alone Triton takes exponentials and the like
+WIDE = {*FLOATS, "int32", "int64"}
 
 
 def name_of(x: Any) -> Any:
@@ -126,7 +127,7 @@ def _load(inner: Function, block: Function) -> Function:
         if more or named or type(pointer) is not tensor or not (mask is None or type(mask) is tensor):
             return inner(pointer, mask, other, *more, _semantic=private.semantic(), **named)
         other = other.value if type(other) is tl.constexpr else other
-        return fetch(pointer, mask, None if other is None else to_tensor(other), (), "", "", "", False)
+        return fetch(pointer, mask, None if other is None else to_tensor(other), *private.PLAIN_LOAD)
 
     return called
 
@@ -137,7 +138,7 @@ def _store(inner: Function, block: Function) -> Function:
     def called(pointer: Any, value: Any, mask: Any = None, *more: Any, _semantic: Any = None, **named: Any) -> Any:
         if more or named or type(pointer) is not tensor or not (mask is None or type(mask) is tensor):
             return inner(pointer, value, mask, *more, _semantic=private.semantic(), **named)
-        return put(pointer, to_tensor(value), mask, (), "", "")
+        return put(pointer, to_tensor(value), mask, *private.PLAIN_STORE)
 
     return called
 
@@ -202,11 +203,12 @@ def _extreme(name: str) -> Callable[[Function, Function], Function]:
         to_tensor = private.semantic().to_tensor
 
         def called(x: Any, y: Any, *more: Any, _semantic: Any = None, **named: Any) -> Any:
-            y = to_tensor(y, False)
-            plain = type(x) is tensor and type(y) is tensor and not more and not named
-            if not plain or x.dtype.name == "bf16" or y.dtype.name == "bf16":  # which becomes float32
+            other = to_tensor(y, False)
+            plain = type(x) is tensor and type(other) is tensor and not more and not named
+            # Narrower ones become float32, or stay as they are, as the release of Triton has it.
+            if not plain or x.dtype.name not in WIDE or other.dtype.name not in WIDE:
                 return inner(x, y, *more, _semantic=private.semantic(), **named)
-            return choose(x, y, none)
+            return choose(x, other, none)
 
         return called
 

@@ -24,7 +24,7 @@ def everywhere(shape: tuple[int, ...]) -> Any:
 def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[..., Any]:
     """`load` of a block of pointers, masked or not, the rest a number. block: (numbers, dtype, type) -> a tensor."""
     known: dict[Any, Any] = {}
-    tensor = tl.tensor
+    tensor, blocks = tl.tensor, 2 if private.BLOCKS else 0
 
     def way_of(ptr: Any, mask: Any, other: Any, found: Any) -> Any:
         """What loads of such operands share, or None where they are not repeated: (what stands where the mask is false,
@@ -40,8 +40,8 @@ def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[...,
         return handle_of(rest, dtype), everywhere(shape), same, dtype, found.type
 
     def quickly(self: Any, ptr: Any, mask: Any, other: Any, *more: Any) -> Any:
-        boundary, padding, *how = more
-        plain = type(ptr) is tensor and not boundary and not padding
+        of_blocks, how = more[:blocks], more[blocks:]
+        plain = type(ptr) is tensor and not any(of_blocks)
         if mask is not None:
             plain = plain and type(mask) is tensor and mask.handle.data.dtype == bool
         if other is not None:
@@ -74,7 +74,7 @@ def loaded(load: Callable[..., Any], block: Callable[..., Any]) -> Callable[...,
 def stored(store: Callable[..., Any]) -> Callable[..., Any]:
     """`store` of a block where pointers are, masked or not."""
     known: dict[Any, Any] = {}
-    tensor = tl.tensor
+    tensor, blocks = tl.tensor, 1 if private.BLOCKS else 0
 
     def way_of(ptr: Any, *others: Any) -> Any:
         """(Shape, dtype, a mask that is true), or None where more is to be done."""
@@ -84,25 +84,25 @@ def stored(store: Callable[..., Any]) -> Callable[..., Any]:
             return None
         return shape, element, everywhere(shape)
 
-    def quickly(self: Any, ptr: Any, value: Any, mask: Any, boundary: Any, *how: Any) -> Any:
-        plain = type(ptr) is type(value) is tensor and not boundary
+    def quickly(self: Any, ptr: Any, value: Any, mask: Any, *more: Any) -> Any:
+        plain = type(ptr) is type(value) is tensor and not any(more[:blocks])
         if mask is not None:
             plain = plain and type(mask) is tensor and mask.handle.data.dtype == bool
         if not plain:
-            return store(self, ptr, value, mask, boundary, *how)
+            return store(self, ptr, value, mask, *more)
         key = (ptr.type.name, value.type.name, None if mask is None else mask.type.name)
         way = known.get(key, known)
         if way is known:
-            found = store(self, ptr, value, mask, boundary, *how)
+            found = store(self, ptr, value, mask, *more)
             known[key] = way_of(ptr, value, mask)
             return found
         if way is None:
-            return store(self, ptr, value, mask, boundary, *how)
+            return store(self, ptr, value, mask, *more)
         shape, element, every = way
         numbers = private.Handle(spread(self.cast(value, element).handle.data, shape), element)
         if mask is not None:
             every = mask.handle
             every = every if every.data.shape == shape else private.Handle(spread(every.data, shape), tl.int1)
-        return self.builder.create_masked_store(ptr.handle, numbers, every, None, None)
+        return self.builder.create_masked_store(ptr.handle, numbers, every, *more[blocks:])
 
     return quickly

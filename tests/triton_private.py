@@ -6,7 +6,7 @@ A release of Triton that names one otherwise fails here. Pairs are an owner and 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from inspect import ismodule
+from inspect import ismodule, signature
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,15 @@ NUMPY_TYPE: Place = (interpreter, "_get_np_dtype")
 UNWRAP: Place = (core, "_unwrap_if_constexpr")
 CONVERT: Place = (Semantic, "binary_op_type_checking_impl")
 SPREAD: Place = (Semantic, "broadcast_impl_value")
+
+# What a plain load and a plain store give beside pointers, numbers and masks. Before Triton 3.9 they begin with what
+# block pointers take: two arguments of a load, one of a store.
+BLOCKS = "boundary_check" in signature(Semantic.load).parameters
+PLAIN_LOAD: tuple[Any, ...] = ((), "", "", "", False)
+PLAIN_STORE: tuple[Any, ...] = ((), "", "")
+if not BLOCKS:
+    PLAIN_STORE = (core._normalize_cache_policy(None, "", ""),)
+    PLAIN_LOAD = (*PLAIN_STORE, False)
 
 
 class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
