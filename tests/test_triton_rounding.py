@@ -235,3 +235,18 @@ def test_levels_of_first_tokens_take_no_digits_of_later_ones() -> None:
     _, state = gained(q, k, v, i, backend="triton", return_state=True)
     found = state[..., :17].double() * state[..., 17:].double().exp()
     assert (found - exact[..., :17]).norm() < 2.5e-7 * exact[..., :17].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_decays_of_zero_are_finite_in_16_bits(dtype: torch.dtype) -> None:
+    """Divided by the decay, of which float16 has no bound below: since Triton 3.9 a number is of the block's type."""
+
+    @dsf.recurrence
+    def decaying(q: Key, k: Key, v: Value, a: Scalar):
+        return System(A=a, B=k * v, C=q)
+
+    given = {name: torch.randn(1, BLOCK, 1, 16).to(dtype) for name in ("q", "k", "v")}
+    given["a"] = torch.rand(1, BLOCK, 1).index_fill(1, torch.tensor([7]), 0.0).to(dtype)
+    exact = outcome(decaying, given, torch.float64, form="naive")
+    found = outcome(decaying, given, dtype, backend="triton")
+    assert all(worst(found[x], exact[x]) < 0.02 for x in exact)

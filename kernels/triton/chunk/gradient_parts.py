@@ -153,7 +153,8 @@ def decay_gradient(grad, decays, rows, tokens, DECAY: tl.constexpr):
     """The gradient of a decay's operand from that of its logarithm, which is the operand but for DECAY 2."""
     if DECAY == 2:
         decay = tl.load(decays, mask=rows < tokens, other=1.0)
-        grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay), TINY)
+        # In float32, as float16 has no TINY: since Triton 3.9 a bound is of the type of what it bounds.
+        grad /= tl.where(decay < 0, -1.0, 1.0) * tl.maximum(tl.abs(decay).to(tl.float32), TINY)
     return grad
 
 
