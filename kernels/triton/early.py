@@ -10,6 +10,7 @@ Every program must call `begin`: a kernel of which one did not could end before 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ import triton.language as tl
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # an older Triton, or one without CUDA
+    gdc_launch_dependents = gdc_wait = None
+# Triton 3.4 has both for compilers before its own, which hands them another argument than they take.
+if gdc_wait is not None and "_semantic" not in inspect.signature(gdc_wait).parameters:
     gdc_launch_dependents = gdc_wait = None
 
 HOPPER = (9, 0)
