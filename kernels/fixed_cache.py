@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsf.kernels.attention import LEAST_ROOM, Filled, KVCache, spread_heads
 from dsf.kernels.convolution import KINDS, TRITON
+from dsf.kernels.operators import listed
 from dsf.kernels.scores import Read, grouped_product
 
 WIDEST = 256  # most numbers of a key or value in the kernels
@@ -69,7 +70,7 @@ def in_order(cache: KVCache, decays: bool) -> KVCache:
     Reads the lengths on the host. Its tensors may be parts of that memory.
     """
     k, v, lengths, bias, angle, _ = cache
-    places, most = k.shape[2], max(lengths.tolist(), default=0)
+    places, most = k.shape[2], max(listed(lengths), default=0)
     assert bias is not None
     if most > places:
         k, v, bias = (_rolled(x, lengths, 1) for x in (k, v, bias))

@@ -58,6 +58,11 @@ def refuse_second_order(where: str = RECURRENT) -> None:
         raise RuntimeError(f"second derivatives (create_graph=True) do not pass through {where}")
 
 
+def listed(numbers: Tensor) -> list[int]:
+    """The integers of a tensor [n]. Inside torch.func, torch 2.8 reads them one at a time alone."""
+    return [int(n) for n in numbers] if torch._C._are_functorch_transforms_active() else numbers.tolist()
+
+
 def returned(x: Tensor) -> Tensor:
     """What an autograd.Function returns where its last operator there made no new tensor: it wrote in place, or
     converted x to the type that x had. What torch 2.11's compiler follows has gradients of zero then; elsewhere this is

@@ -1,5 +1,7 @@
 """torch.func and forward-mode derivatives: `auto` takes a form that they go through, others are refused by name."""
 
+from functools import partial
+
 import pytest
 import structures
 import torch
@@ -90,6 +92,17 @@ def test_calls_outside_take_chunks_as_before():
         chunks = structures.delta(*given)
     assert torch.equal(chunks, structures.delta(*given, form="chunk"))
     assert torch.equal(structures.delta(*given), chunks)
+
+
+def test_packed_sequences():
+    """Inside torch.func, torch 2.8 reads boundaries one at a time alone."""
+    given, bounds = operands(structures.delta)[0], torch.tensor([0, 5, 12])
+
+    def total(cu_seqlens, *given):
+        return structures.delta(*given, cu_seqlens=cu_seqlens).sin().sum()
+
+    found, expected = (grad(partial(total, b))(*given) for b in (bounds, dsf.Packing(bounds)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_layers_and_single_tokens():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.attention import KVCache, is_appended, is_batched
+from dsf.kernels.operators import listed
 from dsf.language.annotations import Kind
 from dsf.language.errors import InputError
 from dsf.language.expr import KEY, VALUE, Expr, const, inputs_of, symbol_of
@@ -274,9 +275,9 @@ def check_cache(spec: Spec, cache: Any, rows: int, bound: Bound) -> None:
         raise InputError(f"{spec.name}: the KV cache has {places} places, expected at most the window's {window}")
     most = math.inf if places == window else places
     known = bound.device.type == "meta" or cache.filled is not None or is_appended(cache) or is_batched(cache.lengths)
-    if not known and not all(0 <= n <= most for n in cache.lengths.tolist()):
+    if not known and not all(0 <= n <= most for n in listed(cache.lengths)):
         raise InputError(
-            f"{spec.name}: lengths of the KV cache are {cache.lengths.tolist()}, expected from 0 to {places}, "
+            f"{spec.name}: lengths of the KV cache are {listed(cache.lengths)}, expected from 0 to {places}, "
             "the places of its k and v"
         )
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from dsf.kernels.operators import listed
 from dsf.language.errors import InputError
 
 Made = TypeVar("Made")
@@ -40,7 +41,7 @@ class Packing:
         if isinstance(cu_seqlens, Tensor):
             if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
                 raise InputError(f"Packing: cu_seqlens must be a one-dimensional integer tensor, got {cu_seqlens!r}")
-            found = cu_seqlens.tolist()
+            found = listed(cu_seqlens)
         else:
             found = [operator.index(x) for x in cu_seqlens]
         check_bounds("Packing", found, found[-1] if found else 0)
@@ -172,7 +173,7 @@ def is_captured(device: torch.device) -> bool:
 def values(cu_seqlens: Tensor | Packing) -> list[int]:
     """The boundaries now. For a tensor on a GPU this waits for the GPU every time: earlier values cannot be reused,
     because the host does not see every write to a tensor."""
-    return list(cu_seqlens.bounds) if isinstance(cu_seqlens, Packing) else cast(list[int], cu_seqlens.tolist())
+    return list(cu_seqlens.bounds) if isinstance(cu_seqlens, Packing) else listed(cu_seqlens)
 
 
 def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
@@ -183,11 +184,11 @@ def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
     if is_hidden(cu_seqlens):
         return
     if cu_seqlens.is_inference():
-        return check_bounds(name, cu_seqlens.tolist(), tokens)
+        return check_bounds(name, listed(cu_seqlens), tokens)
     state = cu_seqlens._version, tokens
     found = _checked.get(id(cu_seqlens))
     if found is None or found[0]() is not cu_seqlens or found[1:] != state:
-        check_bounds(name, cu_seqlens.tolist(), tokens)
+        check_bounds(name, listed(cu_seqlens), tokens)
         _drop_oldest(_checked)
         _checked[id(cu_seqlens)] = weakref.ref(cu_seqlens), *state
     return None
