@@ -58,7 +58,8 @@ class KVCache(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> KVCache:
         """The cache with another dtype."""
-        return KVCache(self.k.to(dtype), self.v.to(dtype), *self[2:])  # torch.compile before 2.13 fails at `_replace`
+        # torch.compile of torch 2.8 fails at `_replace` and at `*self[2:]`
+        return KVCache(self.k.to(dtype), self.v.to(dtype), self.lengths, self.bias, self.angle, self.filled)
 
     def numel(self) -> int:
         """How many numbers are stored."""

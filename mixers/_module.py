@@ -332,13 +332,14 @@ class Mixer(Owner, Divided):
         if state is not None:
             self.check_state(state, x.shape[0] if bounds is None else bounds.shape[0] - 1, x.device)
         u, side = self.project(x)
-        span = Span(state is None, bounds, None if state is None else state.position)
+        places = None
         if world is not None:
             from dsf.parallel.places import places_of
 
-            span = span._replace(places=places_of(world, x, cu_seqlens, self.positional or self.resets))
-            if torch.compiler.is_compiling() and span.places is not None and span.places.place is not None:
-                u = torch.ops.dsf.after(u, [span.places.place])  # ranks' graphs keep collectives in one order
+            places = places_of(world, x, cu_seqlens, self.positional or self.resets)
+            if torch.compiler.is_compiling() and places is not None and places.place is not None:
+                u = torch.ops.dsf.after(u, [places.place])  # ranks' graphs keep collectives in one order
+        span = Span(state is None, bounds, None if state is None else state.position, places)
         u, window = self.convolve(u, None if state is None else state.conv, cu_seqlens, world, in_place, keep)
         inputs = self.arguments(u, side, span, **tokens)
         device = x.device.type

@@ -32,8 +32,11 @@ def targets_of(
 
 def world_of(model: Any) -> Any:
     """The ranks in other processes that share the sequences of a model's mixers, or None."""
-    worlds = (getattr(block.mixer, "parallel", None) for block in model._blocks())
-    return next((world for world in worlds if hasattr(world, "shard")), None)
+    for block in model._blocks():  # not `next` with a default, at which torch.compile of torch 2.8 fails
+        world = getattr(block.mixer, "parallel", None)
+        if hasattr(world, "shard"):
+            return world
+    return None
 
 
 def refuse_decoding(name: str, model: Any) -> None:
