@@ -99,6 +99,7 @@ def lay(maps: Sequence[Any]) -> None:
             views = torch.cat([x.data for x in own]).split([x.shape[0] for x in own])
             for x, view in zip(own, views, strict=True):
                 x.data = torch.from_dlpack(view)  # the same memory; alive with it, the view keeps all of it
+            own[0].untyped_storage().view = views[0]  # type: ignore[attr-defined]  # torch 2.8 keeps only its memory
             place = views[0].data_ptr()  # of a parameter itself nothing is kept: torch swaps none with weak references
             _views[place] = weakref.ref(views[0], partial(_forget, place))
 
