@@ -13,12 +13,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
+pytest.importorskip("triton.runtime._async_compile", reason="this Triton compiles one kernel after the other")
 from triton_private import active_mode, asked_of
 
 from dsf.kernels.triton import launch, launcher, operators, structs
 from dsf.kernels.triton.operators import Scheduled
-
-pytestmark = pytest.mark.skipif(launch._Mode is None, reason="this Triton compiles one kernel after the other")
 
 
 class Kernel:
