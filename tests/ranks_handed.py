@@ -181,7 +181,7 @@ def packed_in_a_graph(cp, name, kept):
 
     def call(x, world):
         y, state = layer(x, None, bounds, use_cache=kept, parallel=world)
-        return [y, *(state.recurrent[:2] if kept else ())]
+        return [y, *((state.recurrent.k, state.recurrent.v) if kept else ())]
 
     def run(call):
         leaf = own(cp, x).clone().requires_grad_()
