@@ -27,12 +27,15 @@ _replayed: dict[tuple[Callable[..., Any], Bounds, torch.device], Any] = {}  # fo
 class Packing:
     """The boundaries of S packed sequences, read once, to be shared by all calls of a model.
 
-    cu_seqlens: [S + 1] integers from 0 to T that never decrease, a tensor or numbers; sequences may be empty. Calls and
-    layers take a Packing in place of cu_seqlens. Where the host needs the numbers of a tensor on a GPU it has to wait
-    for the GPU: with a Packing once, when it is made; with a bare tensor in every such call. A Packing holds a copy, so
-    later writes to cu_seqlens do not change it, and a CUDA graph replays the boundaries that it was captured with.
+    cu_seqlens: [S + 1] integers, a tensor or numbers, that begin with 0, never decrease and end with T.
 
-    Raises InputError for anything but a one-dimensional integer tensor or numbers that begin with 0 and never decrease.
+    Calls and layers take a Packing in place of cu_seqlens. A sequence may be empty: its two boundaries are equal. Where
+    the host needs the numbers of a tensor on a GPU, it waits for the GPU: with a Packing once, when it is made; with a
+    bare tensor in every such call. A Packing holds a copy, so later writes to cu_seqlens do not change it. A CUDA graph
+    replays the boundaries that it was captured with.
+
+    Raises InputError for another tensor and for boundaries that do not begin with 0 or that decrease, TypeError for
+    numbers that are not integers.
     """
 
     __slots__ = ("_backwards", "_bounds", "_placed", "_words")
@@ -70,7 +73,7 @@ class Packing:
 
     @property
     def backwards(self) -> Packing:
-        """The boundaries of the flipped row, on the same devices; made once."""
+        """The boundaries of the row in reverse order, on the same devices; made once."""
         if self._backwards is None:
             found = Packing(self.bounds[-1] - place for place in reversed(self.bounds))
             for device in self._placed:
@@ -79,7 +82,7 @@ class Packing:
         return self._backwards
 
     def on(self, device: torch.device) -> Tensor:
-        """The boundaries as int32 [S + 1] on a device, for any stream; do not write to it.
+        """The boundaries as an int32 tensor [S + 1] on a device, which any stream may read. Do not write to it.
 
         Raises InputError where they would have to be copied while a CUDA graph is captured.
         """
@@ -110,8 +113,8 @@ def check_bounds(name: str, bounds: Sequence[int], tokens: int) -> None:
 
 
 def check_row(name: str, cu_seqlens: Any, rows: int, tokens: int | None = None) -> None:
-    """Raise InputError for what no packed row of a batch of `rows` has. tokens: its length, None to look at no values,
-    which may have to wait for the GPU."""
+    """Raise InputError unless cu_seqlens can be the boundaries of a batch of `rows` rows, which must be 1. tokens: T,
+    or None to leave the values unread, as reading them may wait for the GPU."""
     tensor = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.dtype in INTEGERS
     if not tensor and not isinstance(cu_seqlens, Packing):
         raise InputError(
@@ -127,12 +130,14 @@ def check_row(name: str, cu_seqlens: Any, rows: int, tokens: int | None = None) 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of similar length as a padded batch.
+    """S' sequences of similar length as a padded batch of T' tokens each.
 
-    rows: numbers of its sequences, also as a tensor `chosen`; index: [S, T], position of each token in the packed row
-    (padding repeats the last one); valid: [S, T] bool, None without padding; lengths, also as a tensor `counts`.
-    without: the sequences that have no tokens and are in no batch, or None. order: the position of every sequence among
-    the rows of all batches followed by `without`.
+    rows: the numbers of these sequences in the packed row. chosen: the same as a tensor.
+    index: [S', T'], the position of each token in the packed row; padding repeats the sequence's last token.
+    valid: bool [S', T'], True for tokens; None without padding.
+    lengths: the number of tokens of each sequence. counts: the same as a tensor.
+    without: the numbers of all sequences without tokens, which are in no batch; None if there are none.
+    order: [S], the position of each sequence in the list of all batches' rows followed by `without`.
     """
 
     rows: list[int]
@@ -145,13 +150,13 @@ class Batch:
     without: Tensor | None
 
     def take(self, timed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Per-token tensors [1, T, ...] -> [S, T', ...]."""
+        """Per-token tensors [1, T, ...] -> [S', T', ...]."""
         return {name: x[0][self.index] for name, x in timed.items()}
 
 
 def sequence_of(bounds: Tensor, places: Tensor) -> Tensor:
-    """The number of each place's sequence, from boundaries [S + 1]. These are searched whole, since Inductor of torch
-    2.11 does not search a part of boundaries that a graph computes (bounds[1:])."""
+    """The number of the sequence that each place belongs to, from boundaries [S + 1]. All of these are searched, since
+    torch 2.11's Inductor cannot search a part (bounds[1:]) of boundaries that its graph computes."""
     return torch.searchsorted(bounds, places, right=True) - 1
 
 
@@ -171,15 +176,15 @@ def is_captured(device: torch.device) -> bool:
 
 
 def values(cu_seqlens: Tensor | Packing) -> list[int]:
-    """The boundaries now. For a tensor on a GPU this waits for the GPU every time: earlier values cannot be reused,
-    because the host does not see every write to a tensor."""
+    """The boundaries as numbers. For a tensor on a GPU this waits for the GPU every time: earlier values cannot be
+    reused, because the host does not see every write to a tensor."""
     return list(cu_seqlens.bounds) if isinstance(cu_seqlens, Packing) else listed(cu_seqlens)
 
 
 def check_once(name: str, cu_seqlens: Tensor, tokens: int) -> None:
-    """check_bounds for a tensor that is read on its device; repeated only after a write that torch has recorded.
+    """check_bounds for a tensor that kernels read; done again only after a write that torch has recorded.
 
-    Only the error depends on the values that were read, no result does.
+    A write that torch does not see can therefore miss an error, but never change a result.
     """
     if is_hidden(cu_seqlens):
         return
@@ -213,15 +218,15 @@ def _placed(bounds: Bounds, device: torch.device) -> Tensor:
 
 
 def batches(bounds: list[int], device: torch.device) -> list[Batch]:
-    """Sequences grouped by ⌈log2 length⌉: about log2 T batches at most, and padding less than doubles the tokens."""
+    """The sequences in batches by ⌈log2 length⌉: at most about log2 T batches, with fewer than twice the tokens."""
     return _remembered(_batches, tuple(bounds), device, lambda found: [x for b in found for x in (b.index, b.order)])
 
 
 def marks(bounds: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """(starts [1, T, 1], ends [T], filled [S] or None).
 
-    starts, ends: int32, the number of a sequence, from 1, at its first and last token, 0 elsewhere. filled: bool, which
-    sequences have tokens; None if all have.
+    starts, ends: int32; sequence number s, counted from 1, stands at its first and at its last token, 0 elsewhere.
+    filled: bool, True for sequences with tokens; None if all have some.
     """
     return _remembered(_marks, tuple(bounds), device, lambda found: [x for x in found if x is not None])
 
@@ -242,8 +247,8 @@ def _remembered(
 ) -> Made:
     """make(bounds, device), cached for each packing and stream, since streams do not wait for each other's tensors.
 
-    Nothing can be copied from the host while a CUDA graph is captured. Then the result of any stream is used (the
-    capture waited for the device) and kept for good, because replays read it. Raises InputError where there is none.
+    While a CUDA graph is captured nothing can be copied from the host. Then a result of any stream is used, as the
+    capture has waited for the device, and it is kept for good, as replays read it. Raises InputError if there is none.
     """
     if torch.compiler.is_compiling():
         return make(bounds, device)
@@ -322,6 +327,6 @@ def unpack(parts: list[tuple[Batch, Tensor]]) -> Tensor:
 
 
 def reorder(parts: list[tuple[Batch, Tensor]], rest: Tensor | None = None) -> Tensor:
-    """States [S, ...] of every batch, and those of sequences without tokens, in the order of the sequences."""
+    """The states of all batches [S', ...], and of sequences without tokens (rest), in the order of the sequences."""
     states = [state for _, state in parts] + ([] if rest is None else [rest])
     return torch.cat(states, dim=0).index_select(0, parts[0][0].order)

@@ -40,15 +40,15 @@ KEEP_NUMBERS = 1 << 23  # numbers of a sequence's states up to which segments ke
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice for one recurrence on one set of shapes.
+    """What runs for one recurrence on inputs of given sizes, and why.
 
-    structure: row of the table in `make_plan`. forms: all forms of the structure. form, backend, kernel: what runs;
-    chunk: tokens a chunk, block or segment (0 where the form has none). state_shape: [B, H, N, columns], or [B, T,
-    numbers a token] of a KV cache; state_bytes: of one call's state. flops: multiplications and additions of one
-    forward call. bytes: inputs read once and y written once. reason: why, in a sentence. source: the printed code, or
-    empty. one_step, scan: whether the decode kernel or the fused scan runs. turning: whether A keeps its turns there.
-    torch_alone: of a convolution, which then launches no kernel of dsf's. exchange: what ranks that share the tokens
-    send each other, or empty. call: of `schedules`, on the Triton backend.
+    structure: the recurrence's row of the table in `make_plan`. forms: all that it has. form, backend, kernel: what
+    runs. chunk: tokens of a chunk, block or segment; 0 where the form has none. state_shape: [B, H, N, columns]; of a
+    KV cache [B, tokens kept, numbers a token]. state_bytes: bytes of the state of all B sequences. flops: additions and
+    multiplications of one forward call. bytes: of all inputs, read once, and of y, written once. reason: why this runs.
+    source: the printed kernels, or empty. one_step, scan: whether the decode kernel or the fused scan runs. turning:
+    whether the scan computes turns itself. torch_alone: whether a convolution launches torch's kernels only. exchange:
+    what ranks that share the tokens send each other, or empty. call: what `schedules` needs, on the Triton backend.
     """
 
     recurrence: str
@@ -72,10 +72,10 @@ class Plan:
     call: Planned | None = field(default=None, repr=False, compare=False)
 
     def schedules(self, gradients: bool = False) -> tuple[Schedule, ...]:
-        """Allocations, torch operations and launches of the call: one printable schedule for each of its operators.
+        """Allocations, torch operations and kernel launches of the call: one printable schedule for each operator.
 
-        gradients: of the call with gradients, and of its backward pass. Empty for the torch backend, for decode steps,
-        and with reverse or parallel. For a GPU that this machine lacks, those of an H200.
+        gradients: whether the call keeps what a backward pass needs; that pass is then listed, too. Empty for the torch
+        backend, decode steps, reverse and parallel. For a GPU that this machine lacks: as on an H200.
         """
         return () if self.call is None else self.call.schedules(gradients)
 
@@ -101,7 +101,7 @@ class Plan:
 
 
 def forms_of(spec: Spec) -> tuple[str, ...]:
-    """The forms of a structure. Attention has no scan, since what it combines would grow without bound."""
+    """The forms of a recurrence. Attention has no scan, as the states that a scan combines would grow with T."""
     if spec.is_attention:
         return tuple(f for f in FORMS if f != "scan")
     return (*FORMS, CONVOLUTION) if is_invariant(spec) else FORMS
@@ -111,10 +111,10 @@ def make_plan(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device = CPU,
     grad: bool = False, transformed: bool = False,
 ) -> Plan:  # fmt: skip
-    """Choose form, backend and kernel. grad: whether gradients are needed; transformed: inside a transformation of
-    torch.func or a forward-mode derivative, which custom operators and functions do not support.
+    """Choose form, backend and kernel. grad: whether gradients are needed. transformed: whether the call is inside
+    torch.func or a forward-mode derivative, which custom operators and autograd functions do not support.
 
-    The first matching row decides; an explicit `form` or `backend` is used, or refused with an error:
+    The first matching row decides. An explicit `form` or `backend` is used, or refused with an error:
 
     | structure | up to 8 tokens | longer |
     |---|---|---|
@@ -128,9 +128,9 @@ def make_plan(
     | a sum of gated readouts in C | recurrent | the row of its system, once for each readout |
     | turns whose decay differs within a pair | recurrent | chunk of 64: scan of 2 x 2 blocks (N x N with corrections) |
 
-    Turns that are a gauge, previous values and Pair inputs are computed first, by torch or, for chunk kernels, turns by
-    kernels (dsf.call.turned), unless the decode step runs; the row is that of the plain system which remains
-    (Spec.inner).
+    Turns that a change of variables (a gauge) removes, previous values and Pair inputs are computed before the form
+    runs, except by the decode step. The row is then that of the plain system that remains (Spec.inner). torch computes
+    them; kernels compute the turns of inputs of the chunk kernels (dsf.call.turned).
 
     On CUDA tensors the triton backend runs: the chunk form of identity, constant, scalar and key-diagonal decays,
     alone, with a delta rule or with a rank-one correction; the recurrent, scan and chunk forms of elementwise systems
@@ -208,11 +208,11 @@ def make_plan(
 
 
 def _convolves(spec: Spec, sizes: Sizes, by_kernels: bool) -> bool:
-    """True where the convolution is the fastest form (benchmarks/lti.py) of a long invariant system.
+    """True where the convolution is the fastest form (benchmarks/lti.py) of a time-invariant system on many tokens.
 
-    It costs about as much as a scan of eight state entries, plus the time of some dozens of tokens for its set-up.
-    Chunks of matrix products are faster than a scan, transitions that turn or mix entries slower. by_kernels: the other
-    forms run on the GPU kernels, whose scan of 32 entries and whose chunks of any size are faster than an FFT.
+    It costs about as much as a scan of eight state entries, and its set-up as much as some dozens of tokens. Chunks of
+    matrix products are faster than a scan; transitions that turn or mix entries are slower. by_kernels: whether other
+    forms would run on GPU kernels, whose scan of 32 entries and whose chunks of any size are faster than an FFT.
     """
     if by_kernels:
         return spec.is_elementwise and sizes.n >= 64
@@ -245,7 +245,7 @@ def _of_frame(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
 ) -> Plan:  # fmt: skip
-    """The plan of a declaration with a frame: the decode kernel's, or that of its plain system."""
+    """The plan of a declaration with turns, previous values or Pairs: the decode kernel's, or its plain system's."""
     assert spec.frame is not None
     how = (backend, device, grad, transformed)
     able = gpu.wanted(backend, device) and sizes.tokens == 1 and not transformed and gpu.absence(device) is None
@@ -277,7 +277,7 @@ def _of_solve(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
 ) -> Plan:  # fmt: skip
-    """The plan of a readout that is a solve, from that of the system that its solutions read."""
+    """The plan of a recurrence whose readout is a solve, from that of the system without the solve."""
     assert spec.system.solve is not None
     short = form == "auto" and backend != "triton" and (transformed or sizes.tokens <= SHORT)
     chosen = ("recurrent" if short else "chunk") if form == "auto" else form
@@ -328,7 +328,7 @@ def _refusal(
     spec: Spec, sizes: Sizes, dtype: torch.dtype, form: str, backend: str, device: torch.device, grad: bool,
     transformed: bool,
 ) -> str | None:  # fmt: skip
-    """Why the call does not run on the triton backend (empty where it was not asked for); None when it does."""
+    """Why the call does not run on the Triton backend, empty where that is not wanted; None where it does run."""
     if not gpu.wanted(backend, device):
         return ""
     refused = gpu.refusal(spec, sizes, dtype, form, device, grad)

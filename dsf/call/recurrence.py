@@ -44,7 +44,7 @@ FinalState = Tensor | Any  # a State; whether it is a KVCache is known from the 
 
 
 class Recurrence:
-    """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t. Made by @dsf.recurrence."""
+    """A sequence mixer declared as S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t, as @dsf.recurrence makes it."""
 
     ranks: ClassVar[Any] = asked.NoRanks  # the module dsf.parallel.call, set when dsf.parallel is imported
 
@@ -64,12 +64,12 @@ class Recurrence:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recurrence:
-        """Itself: it is immutable, and copies of a model share its plans and printed programs."""
+        """Itself: it is immutable, so copies of a model share its plans and its printed kernels."""
         return self
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms of this structure, of naive, recurrent, scan, chunk, kernel and convolution."""
+        """The forms that this recurrence has, among naive, recurrent, scan, chunk, kernel and convolution."""
         return forms_of(self.spec)
 
     @overload
@@ -97,21 +97,22 @@ class Recurrence:
     ) -> Any:  # fmt: skip
         """Run the recurrence over T tokens.
 
-        Inputs by position or name: per token [B, T, H, ·] (fewer heads, a divisor of H, are shared by groups), Steps
-        [B, T, n, H, ·], Param [H, ·]. Inputs have one dtype; beside half precisions Params may be float32.
-        initial_state: [B, H, N, columns] float32 (float64 for float64 inputs), or a KVCache for softmax attention and
-          systems with a window.
-        cu_seqlens: [S + 1] integers from 0 to T, with B = 1: the boundaries of S packed sequences, which may be empty.
-          States then have S rows; an empty sequence keeps its state. Or a dsf.Packing, to be shared by many calls.
+        Inputs are given by position or name: of tokens [B, T, H, ·], Steps [B, T, n, H, ·], Params [H, ·]. An input of
+        tokens may have fewer heads, a divisor of H; groups of consecutive heads then share them. All inputs have one
+        floating dtype, except that Params may be float32 beside inputs of tokens in half precision.
+        initial_state: before the first token; None where sequences begin. [B, H, N, columns] (`state_shape`) in float32
+          (float64 for float64 inputs), or a KVCache for softmax attention and systems with a window.
+        cu_seqlens: boundaries of S sequences packed along T (B is 1): a dsf.Packing, or an integer tensor [S + 1] from
+          0 to T. States then have S rows. A sequence may be empty: it has no outputs, and its state does not change.
         form: naive, recurrent, scan, chunk, kernel, convolution or auto. backend: torch, triton or auto.
-        parallel: a dsf.parallel.Sequence whose ranks share the tokens: T is then this rank's, states and cu_seqlens are
-          those of the global sequences (docs/parallel.md).
-        reverse: from every sequence's last token to its first, S_t = A_t S_{t+1} + B_t: the initial state comes after
-          the last token, the final state before the first.
+        parallel: a dsf.parallel.Sequence whose ranks share the tokens. T is then the number of this rank's tokens, but
+          states and cu_seqlens are those of the whole sequences (docs/parallel.md).
+        reverse: run from every sequence's last token to its first, S_t = A_t S_{t+1} + B_t. The initial state is then
+          the one after the last token, the final state the one before the first.
 
-        Returns y [B, T, H, P] in the inputs' dtype; (y, final state) with return_state=True. The naive, recurrent and
-        kernel forms have second derivatives; scan and chunk refuse them where they lack them.
-        Raises InputError for inputs that do not fit the declaration, FormError for a form the structure lacks.
+        Returns y [B, T, H, P] in the dtype of the inputs of tokens; (y, final state) with return_state=True.
+        Raises InputError for inputs that do not fit, FormError for a form or backend that cannot run them. The naive,
+        recurrent and kernel forms on torch have second derivatives; others may raise RuntimeError for these.
         """
         if type(return_state) is not bool or type(reverse) is not bool:
             asked.check_switches(self.name, return_state=return_state, reverse=reverse)  # type: ignore[unreachable]
@@ -158,7 +159,7 @@ class Recurrence:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any, return_state: bool, form: str, backend: str,
         world: str, reverse: bool, bounds: tuple[int, ...] | None,
     ) -> Any:  # fmt: skip
-        """A call over ranks as one node of a compiled graph; world: the key of the ranks."""
+        """A call over ranks as one node of a compiled graph. world: the key of the ranks."""
         found, packed = self.ranks.world_of(world), None if bounds is None else Packing(bounds)
         return self.ranks.call(self, found, args, kwargs, state, return_state, form, backend, packed, reverse)
 
@@ -240,13 +241,13 @@ class Recurrence:
         self, state: State | None, /, *args: Tensor, in_place: bool = False, backend: str = "auto",
         reverse: bool = False, **kwargs: Tensor,
     ) -> tuple[Tensor, FinalState]:  # fmt: skip
-        """One token, for decoding. Inputs as in a call without the token axis: [B, H, ·], Params [H, ·].
+        """One token, for decoding. state: as initial_state of a call, None for the first token.
 
-        in_place: overwrite `state` and return it; it must be contiguous, and nothing may need a gradient. A KVCache
-          without room for the token is copied to memory of twice its size, which later steps overwrite.
-        backend: torch, triton or auto. reverse: True is refused.
-
-        Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does.
+        Inputs are those of a call without the token axis: [B, H, ·], Steps [B, n, H, ·], Params [H, ·].
+        in_place: overwrite `state` and return it. A tensor must be contiguous, and nothing may need a gradient. A
+          KVCache without room for the token moves to memory of twice its size, which later steps overwrite.
+        Returns y_t [B, H, P] and the new state. Raises InputError and FormError as a call does; InputError also for
+        reverse=True, and for in_place=True where the state cannot be overwritten.
         """
         if type(in_place) is not bool:
             asked.check_switches(self.name, in_place=in_place)  # type: ignore[unreachable]  # callers without types
@@ -296,10 +297,10 @@ class Recurrence:
         return y
 
     def state_shape(self, N: int = 1, P: int = 1) -> tuple[int, int]:
-        """(rows, columns) of one head's state: N (or the number of features), and P plus the normaliser's columns.
+        """(rows, columns) of one head's state. rows: N, or the number of features; 1 without a Key axis.
 
-        Then come N columns for a readout that is a solve, and those for `prev`: the last value of each expression whose
-        previous value is used, filled into columns of N.
+        columns: P of S, then those of the normaliser and of the running maximum (each none, 1 or P), N for a readout
+        that is a solve, and for `prev` as many as hold the values of earlier tokens.
         Raises FormError for softmax attention and systems with a window, which keep a cache, InputError for bad sizes.
         """
         if self.spec.is_attention:
@@ -309,8 +310,8 @@ class Recurrence:
         return rows, state_columns(self.spec, rows, N if self.spec.has_key else 1, P)
 
     def true_state(self, state: Tensor, P: int) -> Tensor:
-        """The state in the declaration's scale, without division by e^m of the running maximum m: the columns of S and
-        of the normaliser only. Raises InputError for a state with another number of columns."""
+        """The columns of S and of the normaliser in a state [B, H, rows, columns], multiplied by e^m where a running
+        maximum m scales them. P: the number of channels. Raises InputError where the columns do not fit P."""
         expected = columns(self.spec.inner, P).total
         exact = self.spec.frame is None and self.spec.system.solve is None
         if state.shape[-1] != expected if exact else state.shape[-1] < expected:
@@ -322,11 +323,11 @@ class Recurrence:
         dtype: torch.dtype = torch.float32, form: str = "auto", backend: str = "auto",
         device: torch.device | str = "cpu", parallel: World | None = None, reverse: bool = False, **kwargs: Tensor,
     ) -> Plan:  # fmt: skip
-        """What the compiler chooses for these tensors or sizes, and why.
+        """What a call on these tensors, or on inputs of these sizes, would run, and why. form, backend: as in a call.
 
-        B, T, H, N, P: sizes; a tensor under one of these names is the input of that name. dtype, device: of the inputs,
-        where sizes are given; the machine need not have the device. parallel: ranks that share the tokens; tensors and
-        T are one rank's, and the plan says what is exchanged. reverse: of a call with reverse=True.
+        B, T, H, N, P, dtype, device: of the inputs, where no tensors are given. A tensor named B, T, H, N or P is the
+          input of that name. The machine need not have the device.
+        parallel, reverse: as in a call. Tensors and T are one rank's; the plan says what ranks exchange.
         Raises InputError and FormError as a call does.
         """
         numbers = {"B": B, "T": T, "H": H, "N": N, "P": P}
@@ -345,11 +346,11 @@ class Recurrence:
         return plan if parallel is None else self.ranks.planned(self.spec, plan, sizes, dtype, parallel)
 
     def trajectory(self, /, *args: Tensor, initial_state: Tensor | None = None, **kwargs: Tensor) -> Trajectory:
-        """The time-varying linear system on these inputs: structured A_t, B_t, C_t, D_t of every token.
+        """The time-varying linear system on these inputs: A_t, B_t, C_t and D_t of every token.
 
-        initial_state: as in a call; the trajectory's states depend on it, the first token's `prev`, and a readout that
-          is a solve, but no denominator. Softmax attention refuses one.
-        Raises InputError as a call does, FormError where A acts on the Value axis.
+        initial_state: as in a call. States, the first `prev` and a readout that is a solve depend on it, denominators
+          do not. Raises InputError as a call does, for reverse=True and for an initial_state of attention; FormError
+          where A acts on the Value axis, and for a D of attention that is no multiple of the values.
         """
         if kwargs.pop("reverse", False):
             backwards.refuse(
@@ -365,10 +366,10 @@ class Recurrence:
         return record(self.spec, bound, initial_state)
 
     def taylor(self, order: int) -> Recurrence:
-        """Softmax attention with its exponential features cut after degree `order`: a finite state.
+        """Softmax attention with exponential features up to degree `order`, so that the state is finite.
 
-        Raises TraceError for a recurrence without exponential features or with turns (features have no pairs of
-        entries to turn), and for an order that is not an integer of at least 0.
+        Raises TraceError for a recurrence without exponential features or with turns (Taylor features have no pairs to
+        turn), and for an order that is not an integer of at least 0.
         """
         return Recurrence(truncated(self.spec, order))
 
@@ -384,9 +385,9 @@ def recurrence(function: Callable[..., Any]) -> Recurrence: ...
 @overload
 def recurrence(*, name: str) -> Callable[[Callable[..., Any]], Recurrence]: ...
 def recurrence(function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
-    """Declare a recurrence by a function of annotated inputs that returns a System. The function is traced once.
+    """Declare a recurrence by a function of annotated inputs that returns a System. The function runs once, on symbols.
 
-    `@recurrence(name="…")` gives it another name than the function's. Raises TraceError with the user's line.
+    name: the recurrence's, if it is not the function's. Raises TraceError, which names the function's line.
     """
 
     if not isinstance(name, str | None):
