@@ -31,12 +31,13 @@ Side = tuple[Tensor, ...]
 
 
 class MixerState(NamedTuple):
-    """The state of a mixer; immutable, one row a sequence.
+    """The state of a mixer, with one row for every sequence.
 
-    conv: the last K-1 inputs of the short convolution, [B, C, K-1], or None without one.
-    recurrent: the state of the recurrence, [B, H, N, P'] (a `KVCache` for softmax attention).
-    position: int64 [B], the number of tokens so far, for mixers that need it (`positional`; those that know a first
-    token from later ones, `resets`, after packed sequences, which may be empty), else None.
+    conv: [B, C, K-1], the last K-1 inputs of the short convolution; None without one.
+    recurrent: the state of the recurrence, [B, H, N, columns], or a `KVCache` for softmax attention.
+    position: int64 [B], the number of each sequence's tokens so far, or None. Mixers with `positional` always count
+      them. Mixers with `resets` count them from a call on packed sequences on, since one of these may be empty and so
+      not have begun.
     """
 
     conv: Tensor | None
@@ -50,8 +51,8 @@ torch.serialization.add_safe_globals([MixerState])  # tensors alone: torch.load 
 class Span(NamedTuple):
     """The sequences of one call. fresh: no state was given, so every sequence begins in the call.
 
-    before: int64 [rows], the number of each sequence's earlier tokens, for mixers that count them.
-    places: the places of this rank's tokens, where the tokens are spread over ranks.
+    before: int64 [rows], the number of each sequence's earlier tokens; None for mixers that do not count them.
+    places: the places of this rank's tokens in their sequences, where ranks share the tokens; else None.
     """
 
     fresh: bool
@@ -60,7 +61,7 @@ class Span(NamedTuple):
     places: Places | None = None
 
     def starts(self, like: Tensor) -> Tensor:
-        """Mask [B, T] of the first tokens of fresh sequences, in the dtype of like [B, T, ...]."""
+        """Mask [B, T], 1 at every token that begins a sequence, else 0, in the dtype of like [B, T, ...]."""
         batch, tokens = like.shape[:2]
         if self.before is not None:  # a sequence without tokens so far begins here, too
             return (self.positions(like) == 0).to(like.dtype)
@@ -101,25 +102,25 @@ class Span(NamedTuple):
 
 
 class Mixer(Owner, Divided):
-    """Base of the zoo's modules. A subclass sets `recurrence` and `dims` and states three maps.
+    """Base of the zoo's layers. A subclass sets `recurrence` and `dims` and defines three methods:
 
-    project(x) -> (u, side): u [B, T, C] passes the short convolution, the tensors of `side` bypass it.
-    arguments(u, side, span) -> dict: the tensors of the recurrence, by input name.
-    readout(y, side) -> [B, T, d_model]: norm, gate and output projection, from y [B, T, H, P].
+    project(x) -> (u, side): u [B, T, C] goes through the short convolution, the tensors of `side` do not.
+    arguments(u, side, span) -> dict: the inputs of the recurrence, by name.
+    readout(y, side) -> [B, T, d_model]: norm, gate and output projection of y [B, T, H, P].
 
-    A sequence gives the same outputs whole, in pieces, token by token (`step`), and packed with others.
+    A sequence has the same outputs whole, in pieces, token by token (`step`) and packed with others.
 
-    All constructors end in layer_idx (the layer's place in a model, kept as an attribute), device and dtype. Weights
-    are initialised on torch's default device, so that a seed gives the same ones everywhere, then moved.
+    The last arguments of every constructor are layer_idx (the layer's place in a model, kept as an attribute), device
+    and dtype. Weights are drawn on torch's default device and then moved, so a seed gives the same on every device.
     """
 
     recurrence: Recurrence
     dims: tuple[int, int, int]  # heads H, key axis N, value axis P of the recurrence
     conv1d: ShortConv | TokenShift | None
-    positional = False  # True: `Span.positions` continues from the state's
-    resets = False  # True: `arguments` needs `Span.starts`
-    beside_x: tuple[str, ...] | None = ()  # the per-token tensors that `arguments` names, None for any
-    needs = ""  # a per-token tensor that every call must give, which a model has none of
+    positional = False  # True: `arguments` needs `Span.positions`, so the state counts tokens
+    resets = False  # True: `arguments` needs `Span.starts`, which tells a sequence's first token from later ones
+    beside_x: tuple[str, ...] | None = ()  # the per-token tensors that `arguments` names; None: any
+    needs = ""  # the per-token tensor that every call has to give; models have none, so they refuse such a layer
     parallel: World | None  # the ranks that share the tokens (dsf.parallel.attach), or None
     shares: Shares | None = None  # the ranks that share the heads (dsf.parallel.HeadShard), or None
 
@@ -157,13 +158,13 @@ class Mixer(Owner, Divided):
         self.layer_idx = layer_idx
 
     def place(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        """Move to a device and cast to a dtype (rates stay float32); the last line of a constructor."""
+        """Move to a device and cast to a dtype, but rates not below float32; the last line of a constructor."""
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
         lay(self.maps_beside())
 
     def own_more(self, d_model: int, bare: bool) -> None:
-        """Add a subclass's own parameters; bases whose constructor subclasses inherit call it last."""
+        """Add a subclass's own parameters: the last call in a constructor that subclasses inherit."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Side]:
         """x [B, T, d_model] -> (u [B, T, C], side)."""
@@ -174,10 +175,10 @@ class Mixer(Owner, Divided):
         raise NotImplementedError(f"{type(self).__name__} defines no arguments(u, side, span), the recurrence's inputs")
 
     def seen(self, u: Tensor, side: Side, inputs: dict[str, Tensor]) -> Side:
-        """The `side` for `readout`: that of `project`, unless it needs more.
+        """The `side` that `readout` gets: that of `project`, unless a subclass adds to it.
 
-        u: after the convolution. inputs: the result of `arguments`; entries that only `readout` reads, no inputs of the
-        recurrence, must be removed from it here.
+        u: [B, T, C] after the convolution. inputs: the result of `arguments`. What `readout` alone reads, and is no
+        input of the recurrence, must be taken out of `inputs` here.
         """
         return side
 
@@ -197,17 +198,20 @@ class Mixer(Owner, Divided):
         reverse: bool = False,
         **tokens: Tensor,
     ) -> tuple[Tensor, MixerState | None]:
-        """Mix a sequence.
+        """Mix sequences x [B, T, d_model] along T.
 
-        x: [B, T, d_model]. state: the one that an earlier call returned, or None at the start of the sequences.
-        cu_seqlens: int [S+1] or a dsf.Packing, boundaries of sequences packed along T, which may be empty; then B is 1
-        and the state has S rows.
+        state: the one that an earlier call returned, or None where the sequences begin.
+        cu_seqlens: integers [S + 1], or a dsf.Packing: the boundaries of S sequences packed along T. Then B is 1, and
+          states have S rows. Sequences may be empty.
         attention_mask: [B, T] of ones, as models pass it where nothing is padded. use_cache: False returns no state.
-        parallel: a dsf.parallel.Sequence whose ranks share the tokens (by default the attached one): x holds this
-        rank's tokens, states and cu_seqlens are those of the global sequences.
-        reverse: the whole layer with its convolution runs from every sequence's last token to its first; a state is
-        then the one after the last token. tokens: further per-token tensors, where the mixer's `arguments` names any.
-        Returns (y [B, T, d_model], state). Raises InputError for a mask with padding, or one beside cu_seqlens.
+        parallel: a dsf.parallel.Sequence whose ranks share the tokens, by default the attached one. x then holds this
+          rank's tokens; states and cu_seqlens are those of the whole sequences.
+        reverse: run the whole layer, convolution included, from every sequence's last token to its first. `state` is
+          then the one after the last token.
+        tokens: further tensors [B, T, ...], for layers whose `arguments` names some.
+
+        Returns (y [B, T, d_model], state), with use_cache=False (y, None). Raises InputError for arguments that do not
+        fit, a mask with padding, and a mask beside cu_seqlens.
         """
         world = self.parallel if parallel is None else parallel
         check_call(self, x, state, cu_seqlens, attention_mask, world, use_cache, reverse, tokens)
@@ -241,18 +245,18 @@ class Mixer(Owner, Divided):
     def shard_rates(self, **options: Any) -> nn.Module | None:
         """Shard this layer's own rates by FSDP2 in float32, apart from its block (`dsf.mixers.shard_rates`).
 
-        Returns the module that then holds them, None for a layer without rates.
+        Returns the module that then holds the rates, None for a layer without rates.
         """
         return shard_own(self, **options)
 
     def step(
         self, x: Tensor, state: MixerState | None = None, *, in_place: bool = False, **tokens: Tensor
     ) -> tuple[Tensor, MixerState]:
-        """Decode one token. x: [B, d_model] -> (y [B, d_model], state).
+        """Decode one token x [B, d_model]: (y [B, d_model], the new state). state: None before the first token.
 
-        in_place: the new state takes the memory of `state`, where a CUDA graph finds it, and nothing is copied; what
-        `state` held is lost. Nothing may need a gradient. A cache of keys and values moves where it has no room.
-        Raises InputError for reverse=True, and for in_place=True where gradients are wanted or sequences share memory.
+        in_place: write the new state into the memory of `state`, where a CUDA graph finds it; what `state` held is
+        lost. Only a KVCache without room moves to other memory. tokens: as in a call, without the token axis.
+        Raises InputError for reverse=True, and for in_place=True where gradients are enabled or sequences share memory.
         """
         if tokens.pop("reverse", False):
             refuse(type(self).__name__, "step", "call the layer with reverse=True on the whole sequence")
@@ -280,15 +284,15 @@ class Mixer(Owner, Divided):
     def inputs(
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
-        """The inputs of `recurrence` in `forward`, by name: `m.recurrence.trajectory(**m.inputs(x))`."""
+        """The recurrence's inputs for x [B, T, d_model], by name: `m.recurrence.trajectory(**m.inputs(x))`."""
         check_input(self, x)
         check_tokens(self, x, tokens, ("state", "cu_seqlens"))
         return self._prepare(x, state, cu_seqlens, tokens, self.parallel)[0]
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """The numbers in one sequence's state after `context` tokens, with its convolution's unless conv=False.
+        """How many numbers one sequence's state has after `context` tokens. conv: also count the convolution's.
 
-        Only the cache of softmax attention depends on `context`.
+        Only the KVCache of attention depends on `context`.
         """
         heads, n, p = self.dims
         rows, columns = self.recurrence.state_shape(N=n, P=p)
@@ -296,8 +300,8 @@ class Mixer(Owner, Divided):
         return heads * rows * columns + window
 
     def check_state(self, state: Any, rows: int | None = None, device: torch.device | None = None) -> None:
-        """Refuse a state that a layer of another kind or size returned, or on another device, in what is not the
-        recurrence's, which checks its own. rows: sequences; device: of x; None to look at neither. Raises InputError.
+        """Raise InputError where `conv` or `position` of a state do not fit: they are of another layer, or on another
+        device. The recurrence checks its own part. rows: the number of sequences; device: of x; None: not checked.
         """
         name, conv = type(self).__name__, self.conv1d
         if not isinstance(state, MixerState):
@@ -327,7 +331,7 @@ class Mixer(Owner, Divided):
         in_place: bool = False,
         keep: bool = True,
     ) -> tuple[dict[str, Any], Side, MixerState]:
-        """(inputs of the recurrence, side, the state with all of it renewed but `recurrent`). keep: it is wanted."""
+        """(inputs of the recurrence, side, the new state but for `recurrent`). keep: whether the state is wanted."""
         bounds = tensor_of(cu_seqlens, x.device)
         if state is not None:
             self.check_state(state, x.shape[0] if bounds is None else bounds.shape[0] - 1, x.device)
@@ -357,8 +361,8 @@ class Mixer(Owner, Divided):
         self, u: Tensor, past: Tensor | None, cu_seqlens: Tensor | Packing | None, world: World | None,
         in_place: bool = False, keep: bool = True,
     ) -> tuple[Any, Tensor | None]:  # fmt: skip
-        """u [B, T, C] after the short convolution, if any, and the convolution's new state, in the old one's memory
-        where in_place and possible. keep: it is wanted; else it may be None."""
+        """u [B, T, C] after the short convolution, if any, and the convolution's new state. in_place: write that into
+        the old one's memory if possible. keep: whether the new state is wanted; if not, it may be None."""
         if self.conv1d is None:
             return u, None
         if world is None:
@@ -371,7 +375,7 @@ class Mixer(Owner, Divided):
 
 
 def alike(recurrence: Recurrence, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Inputs of tokens in autocast's type where it left some in float32, as a recurrence wants one type of all."""
+    """The inputs in autocast's type, if autocast left some of them in float32: a recurrence needs one type."""
     timed = [i.name for i in recurrence.spec.inputs if i.kind.time and isinstance(inputs.get(i.name), Tensor)]
     if {inputs[name].dtype for name in timed} != {dtype, torch.float32}:
         return inputs
@@ -384,13 +388,13 @@ def _takes(past: Tensor | None, u: Tensor) -> bool:
 
 
 def shard_rates(model: nn.Module, **options: Any) -> list[nn.Module]:
-    """Shard the rates of every layer in a model in float32, before its blocks are sharded with another policy.
+    """Shard the rates of every layer in a model in float32. To be called before the model's blocks are sharded.
 
-    FSDP2 casts all parameters of a group to its policy's param_dtype, decays' rates too, and a group ends where a
-    module inside is sharded already. This moves each layer's rates into a child module and calls
+    FSDP2 casts all parameters of a block to its policy's param_dtype, the rates of decays too, unless a module inside
+    is sharded already. This moves each layer's rates into a child module and calls
     `torch.distributed.fsdp.fully_shard` on it: one small group a layer, gathered once a forward pass. State dicts keep
-    their names; named_parameters() says `rates.A_log` for `A_log`. options: of fully_shard (mesh=...), but mp_policy.
-    Returns the modules that were sharded. Raises TypeError for a policy among the options.
+    their names; named_parameters() says `rates.A_log` for `A_log`. options: those of fully_shard (mesh=...).
+    Returns the modules that were sharded. Raises TypeError for an option mp_policy.
     """
     found = [module.shard_rates(**options) for module in list(model.modules()) if isinstance(module, Mixer)]
     return [child for child in found if child is not None]
