@@ -81,9 +81,9 @@ from dsf.mixers.vision_mamba import VisionMamba
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the zoo; the other properties are read from the recurrence.
+    """One line of the zoo. Name, summary, source and objective are read from the recurrence.
 
-    recurrence: the paper's system. module: makes its layer (`module(d_model=..., ...)`), or None.
+    recurrence: the paper's system. module: a constructor of its layer (`module(d_model=..., ...)`), or None.
     """
 
     recurrence: Recurrence
@@ -192,7 +192,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def canonical(name: str) -> str:
-    """The zoo's name for an alias, a layer's class name or another spelling; any other name unchanged."""
+    """The zoo's name for an alias, for the name of a layer's class or for another spelling; other names unchanged."""
     known = _known()
     plain = _plain(name)
     for end in ("", "layer", "mixer", "attention"):
@@ -213,7 +213,8 @@ def _known() -> dict[str, str]:
 
 
 def get(name: str) -> Entry:
-    """The entry with this name, or with its `canonical` one. Raises KeyError, with the nearest names."""
+    """The entry with this name or its `canonical` one. Raises KeyError for layers without a recurrence (LAYERS), and,
+    with the nearest names, for unknown ones."""
     by_name = {entry.name: entry for entry in ZOO}
     found = by_name.get(name) or by_name.get(canonical(name))
     if found is not None:
@@ -239,9 +240,10 @@ def _layer_alone(name: str) -> Callable[..., Any] | None:
 def layer_for(mixer: str | type[Any] | Recurrence, d_model: int, **options: Any) -> Mixer:
     """A layer [B, T, d_model] -> [B, T, d_model] for a mixer.
 
-    mixer: a name of the zoo ("gated_deltanet"), file.py:function, a class of this package or of yours, or a
-    recurrence (which gets a `Layer`). options: of the constructor: n_heads, d_state, headdim, expand, d_conv, bare,
-    layer_idx, device, dtype, ... Raises InputError for an unknown mixer, or an option that its layer does not have.
+    mixer: a name of the zoo ("gated_deltanet"), file.py:function, a class of layers, or a recurrence. A recurrence, and
+      one in a file, gets a `Layer`.
+    options: of the layer's constructor: n_heads, d_state, headdim, expand, d_conv, bare, layer_idx, device, dtype, ...
+    Raises InputError for an unknown mixer, and for an option that its layer does not have or does not allow.
     """
     make = constructor_of(mixer)
     try:

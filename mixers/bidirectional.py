@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class BothWays(Owner, Divided):
-    """Base of layers of both directions: [B, T, d_model] in, the same shape out. A subclass writes `mix`.
+    """Base of layers that read in both directions: [B, T, d_model] in, the same shape out. A subclass defines `mix`.
 
-    Every output depends on every token of its sequence, so there is no state and no step, and a causal language model
-    cannot use these layers. parallel: the ranks that share the tokens (dsf.parallel.attach), or None.
+    Every output depends on every token of its sequence. So there is no state and no step, and a causal language model
+    cannot use these layers. The attribute `parallel`: the ranks that share the tokens (dsf.parallel.attach), or None.
     """
 
     parallel: World | None
@@ -88,8 +88,8 @@ class BothWays(Owner, Divided):
 class Bidirectional(BothWays):
     """The sum of two layers, one of which runs backwards: ahead(x) + back(x, reverse=True).
 
-    The same layer given twice shares its parameters; two layers share none. Both may be any layer of this package or
-    yours: `Bidirectional(mixers.GLA(64), mixers.GLA(64))`.
+    ahead, back: any layers of this package or of yours: `Bidirectional(mixers.GLA(64), mixers.GLA(64))`. One layer
+    given twice shares its parameters; two layers share none.
     """
 
     def __init__(

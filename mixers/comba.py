@@ -39,10 +39,10 @@ def comba_rate(
 
 
 class Comba(GatedDeltaNet):
-    """The Comba layer: `GatedDeltaNet` (same arguments) with a share of the erasure and an output correction a head.
+    """The Comba layer: `GatedDeltaNet` (same arguments); each head learns a share of the erasure and a correction of q.
 
-    Source: Hu et al. (arXiv 2506.02475), Section 3. The share begins as sigmoid(1), the correction at 0.02 (the
-    released code's for large models).
+    Source: Hu et al. (arXiv 2506.02475), Section 3. The share begins at sigmoid(1), the correction at 0.02, which the
+    released code takes for large models.
     """
 
     recurrence = comba_rate

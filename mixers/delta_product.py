@@ -85,10 +85,10 @@ gated_delta_product = delta_product_of(2, gated=True)
 class DeltaProduct(Heads):
     """The DeltaProduct layer: DeltaNet's with n_steps keys, values and betas a token and head.
 
-    Source: Siems et al. (arXiv 2502.10297), Section 3. Convolution and SiLU on q and all k, v; q and k to unit length,
-    queries scaled by d_state^-0.5; beta in (0, 2), or (0, 1) with allow_neg_eigval=False; RMSNorm a head; o_proj.
-    d_state, headdim: widths of a head (d_model / n_heads unless given). Linear maps keep torch's default init. bare: no
-    convolution.
+    Source: Siems et al. (arXiv 2502.10297), Section 3. Convolution and SiLU on q and all k and v; q and k to unit
+    length, queries scaled by d_state^-0.5; beta in (0, 2), or (0, 1) with allow_neg_eigval=False; RMSNorm of each head;
+    o_proj. d_state: width of a head of q and k; headdim: of v. None: d_model / n_heads. Linear maps keep torch's
+    default init. bare: neither convolution nor SiLU.
     """
 
     recurrence = delta_product

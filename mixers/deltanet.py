@@ -29,12 +29,12 @@ def deltanet(q: Key, k: Key, v: Value, beta: Scalar) -> System:
 class DeltaNet(Mixer):
     """The DeltaNet layer: convolution and SiLU on q, k, v; q and k to unit length; RMSNorm a head; o_proj.
 
-    d_state: width of a head of q, k; headdim: of v (both d_model / n_heads unless given). n_key_heads <
-    n_heads lets groups of value heads share q and k. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-    Queries are scaled by d_state^-0.5. bare: no convolution (and no SiLU).
+    d_state: width of a head of q and k; headdim: of v. None: d_model / n_heads. n_key_heads: heads of q and k, a
+    divisor of n_heads; groups of value heads share them. None: n_heads. allow_neg_eigval: beta in (0, 2) instead of
+    (0, 1). Queries are scaled by d_state^-0.5. bare: neither convolution nor SiLU.
 
-    The convolution begins with its newest tap near one (blur 0.3), not as torch's random mixture of four tokens, with
-    which it learns slower than without a convolution (docs/layers.md).
+    The convolution begins with its newest tap near one (blur 0.3). torch's init is a random mixture of four tokens,
+    with which the layer learns slower than without a convolution (docs/layers.md).
     """
 
     recurrence = deltanet

@@ -23,10 +23,10 @@ def dss(x: Value, dt: Param[Scalar], A_log: Param[Pair], A_imag: Param[Pair], W:
 
 
 class DSS(StateSpace):
-    """The DSS block (DSS-EXP): as S4D's, its rates those of the normal part of HiPPO-LegS at start, W normal.
+    """The DSS block (DSS-EXP): as S4D's. At start its rates are those of the normal part of HiPPO-LegS, W is normal.
 
     Source: Gupta et al. (arXiv 2203.14343), Section 3. DSS-SOFTMAX, whose kernel is divided by a sum over all T
-    positions, is no recurrence: its first tokens depend on T. bare: neither GELU nor unit, one linear map.
+    positions, is no recurrence: its first tokens depend on T. bare: one linear map in place of GELU and gated unit.
     """
 
     recurrence = dss

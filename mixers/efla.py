@@ -22,9 +22,9 @@ def efla(q: Key, k: Key, v: Value, beta: Scalar) -> System:
 
 
 class EFLA(DeltaNet):
-    """DeltaNet's layer around `efla`; keys are not normalised, and their length sets how much is erased.
+    """DeltaNet's layer around `efla`. Keys are not normalised: their length decides how much is erased.
 
-    Arguments as `DeltaNet`, but no allow_neg_eigval: a flow's eigenvalues lie in (0, 1].
+    Arguments as `DeltaNet` without allow_neg_eigval, since a flow's eigenvalues lie in (0, 1].
     """
 
     recurrence = efla

@@ -40,12 +40,13 @@ def _as_torch(rows: int, columns: int) -> Tensor:
 
 
 class ForgettingAttention(Mixer):
-    """The FoX layer: a forget gate a head, f_proj(x) with a bias that begins at 0; no positions.
+    """The FoX layer: each head has a forget gate, f_proj(x), whose bias begins at 0. There are no positions.
 
-    pro: the paper's "Pro" block: k and v are mixed with those of the token before by a gate a head, q and k normed
-    (RMSNorm a head), y normed a head and multiplied by sigmoid(g_proj(x)). Without it, or bare, the block of LLaMA.
-    headdim: width of a head of q, k and v (d_model / n_heads unless given); n_kv_heads: fewer heads of k and v. Weights
-    start as torch's.
+    pro: the paper's "Pro" block. A gate of each head mixes k and v with those of the token before; q, k and y pass an
+      RMSNorm of each head; y is then multiplied by sigmoid(g_proj(x)). False, or bare: LLaMA's block, without these.
+    headdim: width of a head of q, k and v; None: d_model / n_heads.
+    n_kv_heads: heads of k and v, a divisor of n_heads; None: n_heads.
+    Linear maps keep torch's default init.
     """
 
     recurrence = fox
@@ -122,7 +123,8 @@ class ForgettingAttention(Mixer):
         return product_of(y, self.o_proj)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """Numbers after `context` tokens: k, v and a bias of each, and the last k and v before they were mixed."""
+        """The numbers in one sequence's state after `context` tokens: k, v and a bias of each token, and k and v of the
+        last token before they were mixed, unless conv=False."""
         heads, n, p = self.dims
         last = self.conv1d.state_size if conv and self.conv1d is not None else 0
         return context * (self.n_kv_heads * (n + p) + heads) + last

@@ -26,12 +26,13 @@ def gla(q: Key, k: Key, v: Value, g: Key) -> System:
 
 
 class GLA(Heads):
-    """The GLA layer: q, k, v, decays through gate_rank numbers, RMSNorm a head, gate silu(g), o_proj.
+    """The GLA layer: q, k, v, decays from a map through gate_rank numbers, RMSNorm of each head, gate silu(g), o_proj.
 
-    Source: Yang et al. (arXiv 2312.06635), Sections 4.3 and 4.4. d_state: width of a head of q, k (d_model / 2 /
-    n_heads unless given, as in the paper); headdim: of v (d_model / n_heads). Queries are scaled by d_state^-0.5. The
-    paper has no convolution: d_conv=4 adds one, with SiLU, on q, k, v. Linear maps keep torch's default init, and the
-    paper's LayerNorm a head is an RMSNorm as in its released code. bare: no gate, no convolution.
+    Source: Yang et al. (arXiv 2312.06635), Sections 4.3 and 4.4. d_state: width of a head of q and k; None: d_model / 2
+    / n_heads, as in the paper. headdim: width of a head of v; None: d_model / n_heads. Queries are scaled by
+    d_state^-0.5. d_conv: taps of a convolution with SiLU on q, k and v; 0, as in the paper: none. Linear maps keep
+    torch's default init. The paper's LayerNorm of each head is an RMSNorm, as in its released code. bare: neither gate
+    nor convolution.
     """
 
     recurrence = gla

@@ -42,9 +42,9 @@ class HGRN(Mixer):
     """The HGRN layer: forget gate and silu input from x, recurrence, RMSNorm, gate silu(g), o_proj.
 
     Source: Qin et al. (arXiv 2311.04823), Section 3.2, without its complex phase. One head of expand · d_model
-    channels. lower_bound: of this layer's forget gates; the paper learns bounds that grow from layer to layer jointly,
-    which is a model's and left out. The paper has no convolution: d_conv=4 adds one before gates and input. Linear
-    maps keep torch's default init. bare: neither output gate nor convolution.
+    channels. lower_bound: of this layer's forget gates, in [0, 1). The paper learns bounds that grow from layer to
+    layer, jointly for a whole model; that is left out. d_conv: taps of a convolution before gates and input; 0, as in
+    the paper: none. Linear maps keep torch's default init. bare: neither output gate nor convolution.
     """
 
     recurrence = hgrn

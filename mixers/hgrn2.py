@@ -30,10 +30,10 @@ def hgrn2(q: Key, f: Key, i: Value) -> System:
 class HGRN2(Heads):
     """The HGRN2 layer: output gate silu(q), forget gate, input; recurrence; RMSNorm over all heads; o_proj.
 
-    Source: Qin et al. (arXiv 2404.07904), Section 3. d_state: the paper's expansion (d_model / n_heads unless given),
-    headdim: channels of a head (as many). lower_bound as in `HGRN`: learning it over the layers is left out. The paper
-    has no convolution: d_conv=4 adds one, with SiLU, on q and input. Linear maps keep torch's default init. There is
-    no gate but q, so bare leaves out only a convolution.
+    Source: Qin et al. (arXiv 2404.07904), Section 3. d_state: the paper's expansion; headdim: channels of a head. None:
+    d_model / n_heads. lower_bound: as in `HGRN`; learning it over the layers is left out. d_conv: taps of a convolution
+    with SiLU on q and the input; 0, as in the paper: none. Linear maps keep torch's default init. q is the only gate
+    of the output, so bare leaves out the convolution alone.
     """
 
     recurrence = hgrn2

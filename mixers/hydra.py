@@ -37,7 +37,7 @@ def semiseparable(x: Value, dt: Scalar, b: Key, c: Key, A_log: Param[Scalar], dt
 
 
 class CentredConv(nn.Conv1d):
-    """Depthwise convolution over as many tokens before as after each, then SiLU. weight [C, 1, K], K odd; bias [C]."""
+    """Depthwise convolution over (K - 1) / 2 tokens before and after each, then SiLU. weight [C, 1, K]; bias [C]."""
 
     def forward(self, u: Tensor, places: Places | None) -> Tensor:  # type: ignore[override]
         """u: [B, T, C] -> the same shape. places: those of packed sequences, of which none reads another."""

@@ -30,7 +30,7 @@ FLOOR = 1e-2
 
 
 class Filter(Owner):
-    """Filters at all lags: a network of sines on features of the lag, times an exponentially falling window.
+    """Filters at all lags: a network with sines, of features of the lag, times an exponentially falling window.
 
     Source: Poli et al. (arXiv 2302.10866), Section 3.3, with the released code's features (the lag and `bands` waves),
     frequency and window. Returns [channels, T].
@@ -66,14 +66,16 @@ def _windows(channels: int) -> Tensor:
 
 
 class Hyena(Owner):
-    """The Hyena operator: `order` + 1 projections, short convolutions, `order` gated long convolutions, out_proj.
+    """The Hyena operator: `order` + 1 projections, short convolutions, `order` - 1 long convolutions, gates, out_proj.
 
-    v is multiplied by a projection and convolved with a long filter, `order` - 1 times, then gated by the last
-    projection. Source: Poli et al. (arXiv 2302.10866), Definition 3.1 and Algorithms 1 to 3. l_max: the longest
-    sequence, for which the filters are defined. d_conv: taps of the short convolution.
+    `order` - 1 times, v is multiplied by a projection and convolved with a long filter. Then the last projection gates
+    it. Source: Poli et al. (arXiv 2302.10866), Definition 3.1 and Algorithms 1 to 3.
 
-    A filter with a free value at each lag has no state of fixed size, so the layer has no recurrence; `step` and states
-    raise FormError.
+    l_max: tokens of the longest sequence, for which the filters are defined.
+    order: at least 2. d_conv: taps of the short convolution, at least 1. width: of the network that makes the filters.
+
+    A filter with a free value at each lag has no state of fixed size. So the layer has no recurrence, and `step` and
+    states raise FormError. The constructor raises InputError for a smaller order or d_conv.
     """
 
     D: Tensor
@@ -125,11 +127,13 @@ class Hyena(Owner):
         parallel: World | None = None,
         reverse: bool = False,
     ) -> tuple[Tensor, None]:
-        """x: [B, T, d_model] -> (y, None). cu_seqlens: boundaries of sequences packed along T, B = 1.
+        """x [B, T, d_model] -> (y [B, T, d_model], None).
 
-        attention_mask: [B, T] of ones. reverse: from every sequence's last token to its first. use_cache is ignored, as
-        there is no state. Raises FormError for a state, InputError for sequences longer than l_max, a mask with
-        padding, and parallel=, as filters reach over all tokens.
+        cu_seqlens: boundaries [S + 1] of sequences packed along T (B is 1), or a dsf.Packing.
+        attention_mask: [B, T] of ones. reverse: run from every sequence's last token to its first.
+        use_cache: ignored, as there is no state.
+        Raises FormError for a state, InputError for sequences longer than l_max, a mask with padding, and parallel=, as
+        the filters reach over all tokens.
         """
         check_input(self, x)
         if type(reverse) is not bool:

@@ -38,10 +38,10 @@ def kda_rate(q: Key, k: Key, v: Value, a: Key, beta: Scalar, A_log: Param[Scalar
 class KDA(Heads):
     """The KDA layer: convolution and SiLU on q, k, v, unit q and k, low-rank decays and gate, o_proj.
 
-    Source: Kimi Linear (arXiv 2510.26692), Section 4. d_state, headdim: widths of a head (d_model / n_heads unless
-    given). The decay's and the gate's maps pass headdim numbers; RMSNorm a head, then times sigmoid(g). exp(A_log)
-    uniform in (1, 16), softplus(dt_bias) log-uniform in [1e-3, 0.1] at start. Queries are scaled by d_state^-0.5.
-    Linear maps keep torch's default init. bare: neither convolution nor gate.
+    Source: Kimi Linear (arXiv 2510.26692), Section 4. d_state: width of a head of q and k; headdim: of v. None: d_model
+    / n_heads. The maps to the decays and to the gate g go through headdim numbers. y passes an RMSNorm of each head and
+    is multiplied by sigmoid(g). At start exp(A_log) is uniform in (1, 16), softplus(dt_bias) log-uniform in [1e-3,
+    0.1]. Queries are scaled by d_state^-0.5. Linear maps keep torch's default init. bare: neither convolution nor gate.
     """
 
     recurrence = kda_rate

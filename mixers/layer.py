@@ -34,23 +34,30 @@ Init = Mapping[str, "float | Tensor | Callable[..., Tensor]"]
 
 
 class Layer(Mixer):
-    """A layer around any recurrence, with projections, convolution, parameters and initial values by its inputs' kinds.
+    """A layer around any recurrence. The kinds of the recurrence's inputs decide what the layer has.
 
-    A linear map of x computes every token input: H·N numbers for a Key, H·P for a Value, H for a Scalar, n times as
-    many for Steps. Inputs used directly (queries, keys, values) pass the short convolution and SiLU; gates, rates and
-    Scalars are linear in x, with a bias. Then each is mapped into the range that keeps states bounded
-    (`dsf.checking.ranges.ranges_of`): a bare decay into [0, 1], an erased key to length one. Params are learnt. After
-    the recurrence: RMSNorm of each head, times silu(g_proj(x)), o_proj.
+    A linear map of x computes every input of tokens: H·N numbers for a Key, H·P for a Value, H for a Scalar, n times as
+    many for Steps. Keys and Values that the recurrence uses directly (queries, keys, values) then go through the short
+    convolution and SiLU. The other inputs of tokens (gates, rates, Scalars) have a bias instead. Params are parameters.
+    Each input is mapped into the range that keeps states bounded (`dsf.checking.ranges.ranges_of`): a decay without
+    its own function into [0, 1], an erased key to length one. After the recurrence come an RMSNorm of each head, a
+    gate silu(g_proj(x)) and o_proj.
 
-    n_heads: H. N, P: widths of a head on the Key and the Value axis (d_model / n_heads unless given; 1 where no input
-    has the axis). conv: taps, 0 for none (and no SiLU). gate, norm: whether the layer has them. n_key_heads < n_heads:
-    convolved Key inputs have that many heads, each serving several. bare: neither convolution nor gate. d_state,
-    headdim, d_conv: N, P and conv by the other layers' names.
+    n_heads: H; None: the fewest from 4 on that divide d_model and have at most 128 of its channels each.
+    N, P: widths of a head on the Key and the Value axis; None: d_model / n_heads. 1 where no input has the axis.
+    conv: taps of the convolution; 0: neither convolution nor SiLU. gate, norm: whether the layer has them.
+    n_key_heads: heads of the convolved Key inputs, a divisor of n_heads; groups of heads share them. None: n_heads.
+    bare: neither convolution nor gate.
+    d_state, headdim, d_conv: N, P and conv by the names that other layers use.
+    init: other initial values by input name, for Params and inputs with a bias: a number, a tensor [(n,) H, ·], or a
+      function that is called with these sizes (`torch.zeros`). An input with a bias has this value where x is 0.
 
-    Biases of the decay's inputs start uniform between 0 and LONGEST, in the direction of a longer memory; Params that
-    the transition reads start normal with the same shift, other Params at one. init: by input name another initial
-    value of a Param, or of a gate on average: a number, a tensor, or a function called with the sizes (`torch.zeros`).
-    Raises InputError for sizes that do not divide, and for an init of an input without one or outside its range.
+    Without init, biases of the decay's inputs are uniform between 0 and LONGEST, with the sign that lengthens the
+    memory; other biases are 0. Params of the decay that have such a sign are normal with the same shift, Params
+    elsewhere in A normal, all other Params 1. These are the values before they are mapped into the ranges.
+
+    Raises InputError for sizes that do not divide, an odd N where the Key axis holds pairs, an N or P that differs from
+    d_state or headdim, and an init of another input or outside the input's range.
     """
 
     beside = ("in_proj", "g_proj")
@@ -106,7 +113,7 @@ class Layer(Mixer):
         self.place(device, dtype)
 
     def _keys(self, n: int, given: int | None) -> int:
-        """Entries of a head on the Key axis: an even number where they form pairs. Raises InputError."""
+        """N, or n made even where key entries form pairs. Raises InputError for a given N that is odd there."""
         if not self.recurrence.spec.has_key:
             return 1
         even = self.recurrence.spec.keys_of(n)
@@ -115,7 +122,7 @@ class Layer(Mixer):
         return even
 
     def _check_groups(self, n_key_heads: int | None) -> int:
-        """Heads of shared keys."""
+        """The number of heads of the convolved Key inputs. Raises InputError."""
         heads, names = self.dims[0], self.recurrence.spec.inputs
         if n_key_heads is None:
             return heads
@@ -150,7 +157,7 @@ class Layer(Mixer):
         return found
 
     def _given_start(self, entry: Input, shape: torch.Size, given: Any) -> Start:
-        """The user's initial value, checked, and mapped back by `unsquash`. Raises InputError."""
+        """The user's initial value: checked, and mapped out of the input's range by `unsquash`. Raises InputError."""
         allowed = self.known.ranges[entry.name]
         start: Any = given if callable(given) else partial(_fixed, value=given)
         try:
@@ -164,7 +171,7 @@ class Layer(Mixer):
         return partial(_unsquashed, start=start, allowed=allowed)
 
     def shape(self, entry: Input) -> torch.Size:
-        """The shape of an input for one token (or of a Param): [(steps,) H, ·], fewer heads where keys are shared."""
+        """The shape of one token of an input, or of a Param: [(n,) H, ·], with n_key_heads in place of H if shared."""
         heads, n, p = self.dims
         grouped = entry.name in self.known.plain and entry.kind.axes == {KEY}
         return torch.Size(shape_of(entry, (), self.key_heads if grouped else heads, n, p))
@@ -182,7 +189,7 @@ class Layer(Mixer):
         to.summed(self.o_proj)
 
     def _sections(self, entry: Input) -> list[int]:
-        """The numbers of all heads in a token's input, for each of its steps."""
+        """How many numbers an input of one token has, for each of its micro-steps."""
         shape = self.shape(entry)
         steps = shape[0] if entry.kind.steps else 1
         return [shape.numel() // steps] * steps
@@ -191,7 +198,8 @@ class Layer(Mixer):
         return (x, (x,)) if self.in_proj is None else self.made_first(x)
 
     def arguments(self, u: Tensor, side: Side, span: Span, **given: Tensor) -> dict[str, Tensor]:
-        """given: inputs of the recurrence by name, in place of the layer's own: [B, T, H, ...]."""
+        """given: inputs of tokens [B, T, H, ·] by name, in place of what the layer computes. Raises InputError for
+        other names."""
         inputs = {name: getattr(self, own) for name, own in self.params.items()}
         if self.in_proj is not None:
             inputs |= self._parts(self.convolved, u)
@@ -217,7 +225,7 @@ class Layer(Mixer):
         return product_of(y.flatten(2), self.o_proj)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """Numbers one sequence keeps after `context` tokens; a KV cache of attention and of windows."""
+        """As `Mixer.state_size`; for attention and windows the numbers in the KVCache."""
         spec = self.recurrence.spec
         if not spec.is_attention:
             return super().state_size(context, conv)
@@ -241,7 +249,7 @@ class Layer(Mixer):
 
 
 class Biased(nn.Linear):
-    """A linear map whose bias has the initial values start(*shape), part by part."""
+    """A linear map with a bias in parts, each of which begins as start(*shape)."""
 
     def __init__(self, in_features: int, parts: tuple[tuple[torch.Size, Start], ...]):
         self.starts: dict[str, Start] = {"bias": partial(_together, parts=parts)}
@@ -258,7 +266,7 @@ def _together(*shape: int, parts: tuple[tuple[torch.Size, Start], ...]) -> Tenso
 
 
 def _spread(*shape: int, plain: float, memory: float) -> Tensor:
-    """plain + memory · LONGEST · U(0, 1): a shift in the direction of a longer memory."""
+    """plain + memory · LONGEST · U(0, 1). memory: the sign that lengthens the memory, or 0."""
     return plain + memory * LONGEST * torch.rand(shape)
 
 

@@ -39,10 +39,10 @@ def unnormalized_linear_attention(q: Key, k: Key, v: Value) -> System:
 class LinearAttention(Mixer):
     """Multi-head linear attention.
 
-    d_state: width of a head of q, k; headdim: of v (both d_model / n_heads unless given).
-    normalized=False takes `unnormalized_linear_attention`, with q scaled by d_state^-0.5 as libraries do. It
-    has no convolution and no gate, so `bare` changes nothing. Projections carry a bias, as in the DSF
-    authors' code.
+    d_state: width of a head of q and k; headdim: of v. None: d_model / n_heads.
+    normalized: False takes `unnormalized_linear_attention`, with q scaled by d_state^-0.5 as in other libraries.
+    bias: of all projections; the DSF authors' code has them. bare: changes nothing, as there is neither convolution nor
+      gate.
     """
 
     recurrence = linear_attention

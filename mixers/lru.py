@@ -48,10 +48,10 @@ def activated(y: Key, u: Key, skip: Param[Key]) -> Expr:
 
 
 class ComplexUnits(Mixer):
-    """A layer around a complex diagonal system x: Re(C x) + D u, with the input B u.
+    """A layer around a complex diagonal system x with the input B u: Re(C x) + D u.
 
-    Then GELU (by tanh) and a linear map with a gated linear unit. Every complex number is a head, N = 2 its real and
-    imaginary part, both read. bare: the system alone.
+    Then come GELU (by tanh) and a linear map with a gated linear unit; bare leaves these out. Every complex number is a
+    head, whose N = 2 key entries are its real and its imaginary part; both are read.
     """
 
     D: Tensor
@@ -101,10 +101,11 @@ def _both(heads: int, n: int, p: int) -> Tensor:
 
 
 class LRU(ComplexUnits):
-    """The LRU block: d_state complex numbers; initial radii from r_min to r_max, phases up to max_phase.
+    """The LRU block: d_state complex numbers; initial radii from r_min to r_max, phases up to max_phase (radians).
 
-    Source: Orvieto et al. (arXiv 2303.06349), Sections 2 and 3.4 and Appendix A: nu_log, theta_log, gamma_log,
-    B normal of variance 1/(2 d_model), C of variance 1/d_state, D normal. bare: the system alone, without GELU and GLU.
+    Source: Orvieto et al. (arXiv 2303.06349), Sections 2 and 3.4 and Appendix A, also for the names nu_log, theta_log
+    and gamma_log. At start B is normal of variance 1/(2 d_model), C of variance 1/d_state, D normal. bare: neither
+    GELU nor gated linear unit.
     """
 
     recurrence = lru

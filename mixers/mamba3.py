@@ -125,8 +125,8 @@ mamba3_mimo = mamba3_mimo_of(RANK)
 
 @lru_cache
 def mamba3_mimo_weighed_of(rank: int, gated: bool) -> Recurrence:
-    """Mamba-3 (MIMO) as its layer runs it: one x and one z a token, which Params weigh for each write and read, and
-    keys and queries that heads may share, with a bias a head. gated: with a z, else the outputs have only weights."""
+    """Mamba-3 (MIMO) as its layer runs it. Params weigh a token's one x and one z for each of the writes and reads.
+    Heads may share keys and queries, which have a bias for each head. gated: whether there is a z."""
 
     def mimo(**given: Any) -> System:
         """Mamba-3 (MIMO) with the weights of its layer, which multiply x, z and the outputs by channel.
@@ -158,14 +158,17 @@ def _beside(x: Tensor) -> Tensor:
 class Mamba3(Mixer):
     """The Mamba-3 block. Parameter names, shapes and init as mamba_ssm's `Mamba3`.
 
-    in_proj gives z, x, B, C and the pre-activations of Delta, A, lambda and the angles, which all heads share; B and C
-    pass an RMSNorm and get a bias a head, which starts at 1. rope_fraction of the key entries turn, 0.5 or 1. There is
-    no short convolution: the trapezoid and the biases take its place. Then gate silu(z) and out_proj; is_outproj_norm:
-    an RMSNorm a head before that gate. bare: no z.
+    in_proj gives z, x, B, C and the pre-activations of Delta, A, lambda and of the angles, which all heads share. B and
+    C go through an RMSNorm and get a bias for each head, which begins at 1. There is no short convolution: the
+    trapezoid and the biases take its place. After the recurrence come the gate silu(z) and out_proj.
 
-    is_mimo: mimo_rank writes and reads a token (MIMO). There are as many B and C a group; mimo_x, mimo_z and mimo_o
-    [heads, rank, headdim] weigh x, z and the outputs by channel. Key entry i turns with entry i + d_state / 2, as in
-    mamba_ssm's kernels, where it turns with its neighbour otherwise. Without is_outproj_norm.
+    rope_fraction: the part of the key entries that turn, 0.5 or 1.
+    is_outproj_norm: an RMSNorm of each head before the gate; not with is_mimo. bare: no z.
+    is_mimo: mimo_rank writes and reads a token (MIMO), from as many B and C of each group. mimo_x, mimo_z and mimo_o
+      [heads, mimo_rank, headdim] weigh x, z and the outputs by channel. Key entry i then turns with entry
+      i + d_state / 2, else with its neighbour, both as in mamba_ssm's kernels.
+    Raises InputError for sizes that do not divide, an odd d_state, another rope_fraction, and is_outproj_norm with
+    is_mimo.
     """
 
     recurrence = mamba3_biased

@@ -34,11 +34,11 @@ def mesanet(q: Key, k: Key, v: Value, f: Scalar, beta: Scalar, lam: Param[Key]) 
 
 
 class MesaNet(Heads):
-    """The MesaNet layer: convolution and SiLU on q and k, both to unit length; v direct; RMSNorm a head; o_proj.
+    """The MesaNet layer: convolution and SiLU on q and k, both to unit length; v as it is; RMSNorm a head; o_proj.
 
-    Source: von Oswald et al. (arXiv 2506.05233), Section 4 and the released code. d_state, headdim: widths of a head of
-    q and k, and of v (d_model / n_heads unless given). gate: the head norm's silu(g_proj(x)), which the paper leaves
-    out. The ridge begins at 1. Linear maps keep torch's default init. bare: no convolution (and no SiLU).
+    Source: von Oswald et al. (arXiv 2506.05233), Section 4 and the released code. d_state: width of a head of q and k;
+    headdim: of v. None: d_model / n_heads. gate: multiply the normed heads by silu(g_proj(x)), which the paper leaves
+    out. The ridge begins at 1. Linear maps keep torch's default init. bare: neither convolution nor SiLU.
     """
 
     recurrence = mesanet

@@ -39,8 +39,8 @@ class MinGRU(Mixer):
     """The minGRU layer: convolution, gate and candidate, recurrence, down-projection.
 
     Source: Feng et al. (arXiv 2410.01201), Section 3.1 and Appendices B and C. One head of expand · d_model channels.
-    positive: the recurrence is `mingru_positive`, else `mingru`. The convolution (d_conv taps, without activation) is
-    that of the paper's language models; 0 for none. Linear maps keep torch's default init. bare: no convolution.
+    positive: take `mingru_positive`, else `mingru`. d_conv: taps of the convolution, which the paper's language models
+    have, without activation; 0: none. Linear maps keep torch's default init. bare: no convolution.
     """
 
     recurrence = mingru

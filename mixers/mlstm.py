@@ -45,7 +45,7 @@ def _read_by_torch(y: Tensor, u: Tensor, weight: Tensor, skip: Tensor) -> Tensor
 
 @dsf.tokenwise(by_torch=_read_by_torch)
 def read(y: Key, u: Key, weight: Param[Key], skip: Param[Key]) -> Expr:
-    """What the layer makes of y without a gate: the norm of each head, beside what the convolution made."""
+    """What the layer computes from y without a gate: LayerNorm of each head, plus skip times the convolved u."""
     return layer_norm(y) * weight + skip * u
 
 
@@ -144,7 +144,7 @@ class _ByHead(torch.autograd.Function):
 
 
 class Gates(Owner):
-    """The pre-activations of input and forget gate; they begin as constants: the weight is zero."""
+    """The map to the pre-activations of input and forget gates; its weight begins at zero, so these are constants."""
 
     weight: Tensor
     bias: Tensor
@@ -179,11 +179,11 @@ def _gate_bias(size: int) -> Tensor:
 class MLSTM(Mixer):
     """The mLSTM block: up-projection to (u, z), convolution and SiLU before q and k, a learnt skip, gate silu(z).
 
-    Source: Beck et al. (arXiv 2405.04517), Figure 11 and Appendix D. expand · d_model channels in n_heads heads; q, k
-    (of the convolved) and v (of u as it is) are block-diagonal maps, blocks of qkv_block channels; gates see q, k and
-    v. LayerNorm a head without bias. Start: forget biases from 3 to 6, input biases normal(0, 0.1), gate weights zero,
-    other weights normal with variance 2 / (5 fan_in), the skip one. Left out: the depth-scaled init of down_proj. bare:
-    neither convolution nor z.
+    Source: Beck et al. (arXiv 2405.04517), Figure 11 and Appendix D. expand · d_model channels in n_heads heads.
+    Block-diagonal maps, with blocks of qkv_block channels, make q and k of the convolved u, and v of u itself. The
+    gates are maps of q, k and v. Each head has a LayerNorm without bias. At start: forget biases from 3 to 6, input
+    biases normal(0, 0.1), gate weights zero, other weights normal with variance 2 / (5 fan_in), the skip one. Left out:
+    the depth-scaled init of down_proj. bare: neither convolution nor z.
     """
 
     recurrence = mlstm

@@ -57,9 +57,9 @@ def normalized_attention_sigmoid(q: Key, k: Key, v: Value, eta: Scalar) -> Syste
 
 
 class GeneralizedLinearAttention(LinearAttention):
-    """Multi-head generalised linear attention: eta is any module [B, T, d_model] -> [B, T, n_heads].
+    """Multi-head generalised linear attention. Arguments as `LinearAttention`, but `eta` in place of `normalized`.
 
-    By default a small network followed by softplus, so that eta is positive.
+    eta: a module [B, T, d_model] -> [B, T, n_heads] with positive outputs; None: a small network, then softplus.
     """
 
     recurrence = generalized_linear_attention
@@ -100,10 +100,11 @@ NORMALIZERS = {
 
 
 class NormalizedAttention(LinearAttention):
-    """Multi-head normalised attention; eta is "exp", "softplus" or "sigmoid", the rest as `LinearAttention`.
+    """Multi-head normalised attention. Arguments as `LinearAttention`, but `eta` in place of `normalized`.
 
-    As in the DSF authors' code: no 1/sqrt(N), no feature map, no positivity; one eta a head, W_eta with a
-    bias.
+    eta: "exp", "softplus" or "sigmoid", the function of a linear map of x, with a number for each head. As in the DSF
+    authors' code, queries are not scaled by 1/sqrt(N), there is no feature map, and bias is also that of eta's map.
+    Raises InputError for another eta.
     """
 
     recurrence = normalized_attention_exp

@@ -41,9 +41,9 @@ def modified_qlstm(x: Value, f: Value, i: Value, o: Value, a: Param[Scalar]) -> 
 class QLSTM(Mixer):
     """The qLSTM block: in_proj to (z, x), plain convolution, gates, recurrence, gate gelu(z), out_proj.
 
-    modified=True takes `modified_qlstm`, with one power a for the layer, 1 at start. Weights are normal with
-    standard deviation fan_in^-0.5, as in the DSF authors' code. One head of expand · d_model channels. bare:
-    neither convolution nor z.
+    One head of expand · d_model channels. modified: take `modified_qlstm`, with one power a for the layer, which begins
+    at 1. The convolution has no activation. Weights are normal with standard deviation fan_in^-0.5, as in the DSF
+    authors' code. bare: neither convolution nor z.
     """
 
     recurrence = qlstm

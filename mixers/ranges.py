@@ -27,7 +27,7 @@ GATES = frozenset({"sigmoid", "softplus", "exp", "expm1", "tanh", "log", "sqrt",
 
 
 def squash(x: Tensor, allowed: Range, key_dim: int = -1) -> Tensor:
-    """Map real numbers smoothly into a range: to unit vectors, by a sigmoid, or by softplus for one bound."""
+    """Map real numbers smoothly into a range: by a norm to unit vectors, by a sigmoid, or by softplus for one bound."""
     if allowed.unit:
         return F.normalize(x, dim=key_dim)
     if allowed.is_real:
@@ -49,10 +49,10 @@ def random_inputs(
     scale: float = 1.0,
     shift: Mapping[str, float] | None = None,
 ) -> dict[str, Tensor]:
-    """Normal numbers of standard deviation `scale`, mapped into each input's range: float64, B = 1, by input name.
+    """Random inputs by name, float64 with B = 1: normal numbers of standard deviation `scale`, mapped into each range.
 
-    shift: added to an input's numbers before `squash`. Every call returns the same numbers. An odd N becomes N + 1
-    where the Key axis holds pairs.
+    An odd N becomes N + 1 where the Key axis holds pairs. shift: by input name, what is added to the normal numbers
+    before `squash` maps them. Every call returns the same numbers.
     """
     generator = torch.Generator().manual_seed(0)
     allowed = ranges_of(recurrence.spec)

@@ -35,10 +35,11 @@ def _slopes(heads: int) -> Tensor:
 class RetNet(Heads):
     """Multi-scale retention: rotated q and k, fixed decays gamma_h = 1 - 2^(-5-h), norm a head, gate silu(g), o_proj.
 
-    Source: Sun et al. (arXiv 2307.08621), Sections 2.1 and 2.2. d_state: width of a head of q, k (d_model / n_heads
-    unless given); headdim: of v (twice that, as in the paper). Keys are scaled by d_state^-0.5. The norm is an
-    RMSNorm a head. rotary_base: of the rotation, 0 for none. Positions go on where the state left off. Weights start
-    as torch's linear maps. The paper has no convolution: d_conv=4 adds one, with SiLU. bare: no gate, no convolution.
+    Source: Sun et al. (arXiv 2307.08621), Sections 2.1 and 2.2. d_state: width of a head of q and k; None: d_model /
+    n_heads. headdim: width of a head of v; None: 2 d_model / n_heads, as in the paper. Keys are scaled by d_state^-0.5.
+    The norm is an RMSNorm of each head. rotary_base: of the rotation, 0 for none; the state counts positions. Linear
+    maps keep torch's default init. d_conv: taps of a convolution with SiLU; 0, as in the paper: none. bare: neither
+    gate nor convolution.
     """
 
     recurrence = retnet

@@ -77,12 +77,14 @@ def _slow_decays(*shape: int) -> Tensor:
 
 
 class RGLRU(Mixer):
-    """Griffin's recurrent block: two branches, plain convolution and RG-LRU on one, gelu on the other.
+    """Griffin's recurrent block: a branch with convolution and RG-LRU, times a branch with GELU.
 
-    n_heads blocks in the gates' matrices; expand · d_model channels. Lambda's init is the paper's: a^8
-    uniform in [0.9, 0.999] (recurrentgemma draws a itself there, then raises it to the power 8).
-    bare: neither convolution nor gate branch. `forward` and `step` take reset= [B, T] (step: [B]), nonzero
-    where a sequence begins; without it one begins where no state was given.
+    n_heads: blocks in the gates' block-diagonal matrices, of expand · d_model channels. The convolution has no
+    activation. Lambda begins as in the paper, with a^8 uniform in [0.9, 0.999] (recurrentgemma draws a itself there,
+    then raises it to the power 8). bare: neither convolution nor GELU branch.
+
+    reset, of `forward` [B, T] and `step` [B]: nonzero where a sequence begins, besides the first tokens of packed
+    sequences and of calls without a state.
     """
 
     recurrence = rg_lru_biased

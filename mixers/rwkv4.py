@@ -32,10 +32,10 @@ class RWKV4(TimeMix):
     """The time-mixing block of RWKV-4: token shift, WKV, gate sigmoid(r), output.
 
     Source: Peng et al. (arXiv 2305.13048), Section 3.1 and Appendix E; names and start values as in the released
-    training code (keys, receptance and output begin at zero, values orthogonal). One head of d_model channels. r, k, v
-    see mixtures of a token and the one before by time_mix_r, ..._k, ..._v. n_layers: of the model; with layer_idx it
-    sets where time_decay, time_first and the mixtures begin. Left out: the channel-mixing block. bare: no token shift,
-    no gate.
+    training code (keys, receptance and output begin at zero, values orthogonal). One head of d_model channels. The maps
+    to r, k and v get a token mixed with the one before, by the coefficients time_mix_r, time_mix_k and time_mix_v.
+    n_layers: of the model; with layer_idx it sets where time_decay, time_first and the coefficients begin. Left out:
+    the channel-mixing block. bare: no token shift, no gate.
     """
 
     recurrence = rwkv4

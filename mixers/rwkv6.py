@@ -39,13 +39,13 @@ def _gated_by_torch(y: Tensor, weight: Tensor, bias: Tensor, gate: Tensor) -> Te
 
 @dsf.tokenwise(by_torch=group_norm_by_torch)
 def normed(y: Key, weight: Param[Key], bias: Param[Key]) -> Expr:
-    """What the layer makes of y without a gate."""
+    """LayerNorm of each head of y, then weight and bias: what the layer computes from y without a gate."""
     return group_norm(y, weight, bias)
 
 
 @dsf.tokenwise(by_torch=_gated_by_torch)
 def gated_norm(y: Key, weight: Param[Key], bias: Param[Key], gate: Key) -> Expr:
-    """What it makes of y and the gate."""
+    """The same, times silu(gate)."""
     return group_norm(y, weight, bias) * silu(gate)
 
 
@@ -53,9 +53,10 @@ class RWKV6(TimeMix):
     """The time-mixing block of RWKV-6 (Finch): data-dependent token shift and decay, norm a head, gate silu(g).
 
     Source: Peng et al. (arXiv 2404.05892), Section 4.2; names and start values as in the released training code. Heads
-    of d_model / n_heads (the released models': 64). What r, k, v, w and g see lies between a token and the one before
-    by time_maa_* plus a map of both through mix_rank numbers; the decay goes through decay_rank. n_layers: of the
-    model; with layer_idx it sets start values. Left out: the channel-mixing block. bare: no token shift, no gate.
+    of d_model / n_heads channels (64 in the released models). The maps to r, k, v, w and g get a token mixed with the
+    one before; the coefficients are time_maa_* plus a map of both tokens through mix_rank numbers. The decay is a map
+    through decay_rank numbers. n_layers: of the model; with layer_idx it sets initial values. Left out: the
+    channel-mixing block. bare: no token shift, no gate.
     """
 
     recurrence = rwkv6_rate

@@ -92,10 +92,11 @@ class RWKV7(TimeMix):
     """The time-mixing block of RWKV-7 (Goose): token shift, low-rank decay, learning rate and gate, bonus, output.
 
     Source: Peng et al. (arXiv 2503.14456), Section 4; names and start values as in the released training code. Heads of
-    d_model / n_heads (the released models': 64). Mixtures with the token before are constants here, as in that paper.
-    ranks: of decay, learning rate, value residual and gate; by default the released code's formula of d_model.
-    value_residual: v is moved towards v_first= [B, T, d_model], given to `forward` and `step`: the values of the
-    model's first layer, its `inputs(x)["v"].flatten(2)`. n_layers: of the model; with layer_idx it sets start values.
+    d_model / n_heads channels (64 in the released models). Mixtures with the token before are constants, as there.
+    ranks: of the maps to decay, learning rate, value residual and gate; None: the released code's formula of d_model.
+    value_residual: v is moved towards v_first, which `forward` takes as [B, T, d_model] and `step` as [B, d_model]: the
+      values of the model's first layer, its `inputs(x)["v"].flatten(2)`. Raises InputError without it.
+    n_layers: of the model; with layer_idx it sets initial values.
     Left out: the channel-mixing block. bare: no token shift, no gate.
     """
 

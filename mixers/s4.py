@@ -33,10 +33,10 @@ def _legs(channels: int, n: int, part: int) -> Tensor:
 
 
 class S4(StateSpace):
-    """The S4 block: every channel HiPPO-LegS at start, then as S4D's.
+    """The S4 block: as S4D's, with a rank-one correction. At start every channel is HiPPO-LegS.
 
     Source: Gu et al. (arXiv 2111.00396), Section 3 and Appendix D. A_log, A_imag and p are such that A is HiPPO-LegS in
-    another basis, B with it, C normal. bare: neither GELU nor unit, one linear map.
+    another basis; so is B. C is normal. bare: one linear map in place of GELU and gated linear unit.
     """
 
     recurrence = s4

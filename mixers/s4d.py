@@ -47,7 +47,7 @@ class S4D(StateSpace):
     Source: Gu et al. (arXiv 2206.11893), Sections 4 and 5, names and shapes of the released code. d_state: N, the
     numbers of a channel's state. init of the rates: "lin", -1/2 + i π n; "inv", -1/2 + i N/π (N/(2n+1) - 1); "legs",
     the normal part of HiPPO-LegS; "real", -1 … -N (`s4d_real`, one head of all channels). dt is log-uniform in
-    [dt_min, dt_max] at start, C normal, D normal. bare: neither GELU nor unit, one linear map.
+    [dt_min, dt_max] at start, C normal, D normal. bare: one linear map in place of GELU and gated linear unit.
     """
 
     recurrence = s4d

@@ -33,12 +33,13 @@ def s5(
 
 
 class S5(ComplexUnits):
-    """The S5 block: B, the diagonal system, twice the real part of C, D u, GELU and a gated linear unit.
+    """The S5 block: y = 2 Re(C x) + D u of a diagonal complex system x with the input B u, GELU, a gated linear unit.
 
-    Source: Smith et al. (arXiv 2208.04933), Section 3 and Appendix B. d_state: real dimension, of d_state / 2 complex
-    numbers, whose conjugates stand for themselves; they begin as the normal part of HiPPO-LegS, in `blocks` equal
-    blocks; Lambda_re is held below -1e-4 (the released code's clip_eigs). log_step is log-uniform in [dt_min, dt_max];
-    B and C are normal, of variance 1/d_model and 1/d_state. bare: the system alone.
+    Source: Smith et al. (arXiv 2208.04933), Section 3 and Appendix B. The state has d_state / 2 complex numbers; the
+    paper's others are their conjugates, which the factor 2 stands for. The rates begin as the normal part of
+    HiPPO-LegS, in `blocks` equal blocks. Lambda_re is held below -1e-4 (the released code's clip_eigs). exp(log_step)
+    is log-uniform in [dt_min, dt_max] at start; B and C are normal, of variance 1/d_model and 1/d_state. bare: no GELU
+    and no gated linear unit. Raises InputError for a d_state that is no multiple of 2 · blocks.
     """
 
     recurrence = s5

@@ -56,8 +56,10 @@ def _s4d_real(channels: int, n: int) -> Tensor:
 class S6(MambaBlock):
     """The Mamba block. Constructor, parameter names, shapes and init as mamba_ssm's `Mamba`.
 
-    A_log = log(1..N) in every channel (S4D-real), D = 1, Delta log-uniform in [dt_min, dt_max] at start.
-    negative=True takes `s6_negative`, complex=True `s6_complex` with rates -1/2 + i pi n (S4D-Lin), n < d_state / 2.
+    d_state: N. expand: inner channels, in units of d_model. dt_rank: numbers that the map to Delta goes through; None:
+    d_model / 16, rounded up. At start A_log = log(1..N) in every channel (S4D-real), D = 1, Delta log-uniform in
+    [dt_min, dt_max]. negative: take `s6_negative`. complex: take `s6_complex`, with the rates -1/2 + i pi n (S4D-Lin)
+    for n < d_state / 2. bare: neither convolution nor z.
     """
 
     recurrence = s6

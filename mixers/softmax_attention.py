@@ -127,12 +127,14 @@ def attention_with(window: int | None = None, sink: Sink | None = None, biased: 
 
 
 class SoftmaxAttention(Mixer):
-    """Causal multi-head softmax attention; grouped queries with n_kv_heads < n_heads.
+    """Causal multi-head softmax attention.
 
-    headdim: width of a head of q, k and v (d_model / n_heads unless given). window: tokens that are read, the last
-    ones; None: all. sink: None, "learnt" (a score a head for reading nothing, 0 at first) or "one" (fixed at 0, which
-    is softmax-one). alibi: the paper's biases, its only positions, slopes 2^(-8/n), 2^(-16/n), ... of n heads. It has
-    no convolution and no gate, so `bare` changes nothing. Projections are torch's default init.
+    headdim: width of a head of q, k and v; None: d_model / n_heads.
+    n_kv_heads: heads of k and v, a divisor of n_heads (grouped queries); None: n_heads.
+    window: the number of last tokens that are read; None: all.
+    sink: a score for reading nothing: None, "learnt" (one of each head, 0 at start) or "one" (fixed at 0: softmax-one).
+    alibi: ALiBi's biases, the layer's only positions, with the slopes of `alibi_slopes`. bias: of the projections.
+    bare: changes nothing, as there is neither convolution nor gate. Projections keep torch's default init.
     """
 
     recurrence = softmax_attention
@@ -198,16 +200,17 @@ class SoftmaxAttention(Mixer):
         return product_of(y.flatten(2), self.o_proj)
 
     def state_size(self, context: int = 0, conv: bool = True) -> int:
-        """Numbers in the KV cache after `context` tokens: k, v of those that it reads, with ALiBi a bias a head."""
+        """The numbers in one sequence's KVCache after `context` tokens: k and v of those that are read, with ALiBi also
+        a bias for each head."""
         (heads, n, p), window = self.dims, self.recurrence.spec.system.window
         kept = context if window is None else min(context, window)
         return kept * (self.n_kv_heads * (n + p) + ("slope" in self.starts) * heads)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """ALiBi's slopes: 2^(-8 i / n) for i from 1 to n, of n heads, a power of two; of others the paper's code's.
+    """ALiBi's slopes [n] of n heads: 2^(-8 i / n) for i from 1 to n, if n is a power of two.
 
-    Those are the slopes of the largest power of two below, and every second one of twice that.
+    For other n, as in the paper's code: those of the next smaller power of two, then every second one of twice that.
     """
     power = 2 ** int(math.log2(heads))
     own = 2.0 ** (-8.0 * torch.arange(1, power + 1) / power)

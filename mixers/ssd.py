@@ -51,9 +51,10 @@ ssd = ssd_with()
 class SSD(Mixer):
     """The Mamba-2 block. Constructor, parameter names, shapes and init as mamba_ssm's `Mamba2`.
 
-    Heads have headdim channels of the expand · d_model inner ones; n_groups of them share b and c. A =
-    -exp(A_log) uniform in [-16, -1], D = 1, Delta log-uniform in [dt_min, dt_max] at start. After the
-    recurrence: gate silu(z), then RMSNorm a group, then out_proj. bare: neither convolution nor z.
+    There are expand · d_model inner channels, headdim in each head. The heads form n_groups groups; each shares one b
+    and one c. At start A = -exp(A_log) is uniform in [-16, -1], D = 1, Delta log-uniform in [dt_min, dt_max]. dt_limit:
+    the range that Delta is clamped to. After the recurrence come the gate silu(z), an RMSNorm of each group and
+    out_proj. bare: neither convolution nor z. Raises InputError for sizes that do not divide.
     """
 
     recurrence = ssd
