@@ -22,8 +22,10 @@ LEAST_ROOM = 64  # places of a cache that tokens are appended to, and by which t
 
 
 class Filled:
-    """How many tokens a row of a cache in fixed memory may have, known to the host without asking the device; one for
-    all caches that came of one memory, whose steps it counts together."""
+    """The most tokens that any row of a cache in fixed memory may have, which the host knows without asking the device.
+
+    All caches in the same memory share one Filled, which counts the steps of all of them.
+    """
 
     __slots__ = ("most",)
 
@@ -35,18 +37,22 @@ class Filled:
 
 
 class KVCache(NamedTuple):
-    """The state of attention: keys and values of all tokens or, with a window, of the last W.
+    """The state of attention: the keys and values of all tokens or, with a window, of the last W.
 
-    k: [B, Hk, S, N], v: [B, Hv, S, P] in the inputs' dtype. lengths: [B] int64, tokens so far; a row uses its first
-    min(lengths, S) places, the rest is padding (with a window S is at most W, and the places hold the last tokens).
-    Smaller lengths take a row's last tokens back, but not with decays or in fixed memory, where biases depend on them.
-    bias: with decays, [B, Hb, S] in the state's dtype, the logarithm of each token's decay since. angle: with turns,
-    [B, Ha, N/2 or 1] in the state's dtype, the sum of all angles modulo whole turns; each k is stored turned by minus
-    the sum of the angles up to its token.
+    k: [B, Hk, S, N], the keys, in S places, in the inputs' dtype.
+    v: [B, Hv, S, P], the values, in the inputs' dtype.
+    lengths: int64 [B], the number of each row's tokens so far. A row uses its first min(lengths, S) places; the others
+      are padding. With a window S is at most W, and the places hold the last tokens. A smaller length takes back a
+      row's last tokens. It must not be set with decays or turns, in fixed memory, or where a row has more than W
+      tokens: other tensors depend on the tokens taken back, so that outputs would be wrong without an error.
+    bias: with decays [B, Hb, S] in the state's dtype, the logarithm of the product of all decays since each token.
+    angle: with turns [B, Ha, N/2 or 1] in the state's dtype, the sum of all tokens' angles, in radians, modulo whole
+      turns. Each key is stored turned by minus the sum of the angles up to its token.
+    filled: None, or a count of tokens for a cache in fixed memory, which steps in place write to. Such a cache always
+      has a bias, which is minus infinity at places without a token; without decays it is [B, 1, S] in the inputs' dtype
+      and 0 at all other places. With a window, token t then lies at place t modulo S once S is W.
 
-    filled: None, or for a cache in fixed memory (`fixed`), which steps in place write to. Such a cache always has a
-    bias, minus infinity where no token lies, without decays [B, 1, S] of zeros else. With a window S ends at W places;
-    then token t lies at place t modulo W.
+    The state's dtype is float32, or float64 for float64 inputs.
     """
 
     k: Tensor
@@ -57,23 +63,23 @@ class KVCache(NamedTuple):
     filled: Filled | None = None
 
     def to(self, dtype: torch.dtype) -> KVCache:
-        """The cache with another dtype."""
+        """The cache with k and v in another dtype; bias and angle keep the state's."""
         # torch.compile of torch 2.8 fails at `_replace` and at `*self[2:]`
         return KVCache(self.k.to(dtype), self.v.to(dtype), self.lengths, self.bias, self.angle, self.filled)
 
     def numel(self) -> int:
-        """How many numbers are stored."""
+        """The number of numbers in k, v, bias and angle, padding included."""
         return sum(x.numel() for x in (self.k, self.v, self.bias, self.angle) if x is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KVCache:
-        """`change` applied to every floating point tensor, in their order; lengths stay."""
+        """The cache with `change` applied to k, v, bias and angle, in this order; lengths stay."""
         k, v, lengths, bias, angle, filled = self
         k, v = change(k), change(v)
         bias, angle = (None if x is None else change(x) for x in (bias, angle))
         return KVCache(k, v, lengths, bias, angle, filled)
 
     def rows(self, chosen: Tensor) -> KVCache:
-        """Some rows, by their numbers."""
+        """The cache of some rows. chosen: their numbers, int64 [rows]."""
         k, v, _, bias, angle, filled = self.map(lambda x: x.index_select(0, chosen))
         return KVCache(k, v, self.lengths.index_select(0, chosen), bias, angle, filled)
 
@@ -82,7 +88,7 @@ class KVCache(NamedTuple):
         return torch.arange(self.k.shape[2], device=self.k.device) < self.lengths[:, None]
 
     def turned(self) -> Tensor:
-        """k turned by the last token's angle: the keys in the declaration's state."""
+        """k [B, Hk, S, N] turned by `angle`, which gives the keys of the declaration's state after the last token."""
         if self.angle is None:
             return self.k
         angle = spread_heads(self.angle, self.k.shape[1])[:, :, None, :, None]
@@ -93,13 +99,13 @@ torch.serialization.add_safe_globals([KVCache, Filled])  # which torch.load take
 
 
 def padded(x: Tensor, places: int) -> Tensor:
-    """A cache's k, v or bias padded to `places` places."""
+    """A cache's k, v or bias, padded with zeros to `places` places."""
     extra = places - x.shape[2]
     return F.pad(x, (0, 0, 0, extra) if x.dim() == 4 else (0, extra))
 
 
 def joined(caches: Sequence[KVCache]) -> KVCache:
-    """The rows of several caches, one after the other, padded to one length."""
+    """The rows of several caches, one after the other, with as many places as the largest has."""
     most = max(c.k.shape[2] for c in caches)
 
     def both(place: int) -> Tensor | None:
@@ -113,7 +119,7 @@ def joined(caches: Sequence[KVCache]) -> KVCache:
 
 
 def is_batched(lengths: Tensor) -> bool:
-    """Whether torch.func.vmap hides a cache's lengths."""
+    """Whether torch.func.vmap maps over a cache's lengths, so that the host cannot read them."""
     return torch._C._are_functorch_transforms_active() and torch._C._functorch.is_batchedtensor(lengths)
 
 
@@ -121,10 +127,10 @@ def extend(
     cache: KVCache | None, k: Tensor, v: Tensor, counts: Tensor, bias: Tensor | None = None,
     left: Tensor | None = None, angle: Tensor | None = None, window: int | None = None,
 ) -> KVCache:  # fmt: skip
-    """The cache after `counts` [B] of the new keys k [B, Hk, T, N] and values v [B, Hv, T, P].
+    """The cache after T new tokens, of which row b has the first counts[b]. k: [B, Hk, T, N], v: [B, Hv, T, P].
 
-    bias: [B, Hb, T] of the new tokens; left: [B, Hb], what they add to the biases in the cache; angle: [B, Ha, ·] after
-    them. window: W, the number of tokens that are kept, or None.
+    bias: [B, Hb, T], the biases of the new tokens. left: [B, Hb], what the new tokens add to the biases in the cache.
+    angle: [B, Ha, ·], the cache's angle after the new tokens. window: W, the number of tokens that are kept; None: all.
     """
     before = 0 if cache is None else cache.k.shape[2]
     if cache is None and (window is None or k.shape[2] <= window):
@@ -150,10 +156,10 @@ def extend(
 
 
 class _Room(NamedTuple):
-    """Memory behind a cache's k and v, with places to spare at the end.
+    """The memory that a cache's k and v are parts of, with free places behind them.
 
-    begin: where the cache's first place lies; even: whether every row is known to fill all its places; lengths: the
-    cache's, which its places hold.
+    begin: the place in this memory of the cache's first token. even: whether all places of every row are known to hold
+    tokens. lengths: those of the cache that was written here last.
     """
 
     k: Tensor
@@ -163,7 +169,7 @@ class _Room(NamedTuple):
     lengths: Tensor | None = None
 
     def continues(self, cache: KVCache, new: int) -> bool:
-        """Whether `new` tokens fit after this cache, and its memory may be written to in the present inference mode."""
+        """Whether `new` tokens fit behind this cache, and torch lets its memory be written to (inference mode)."""
         end = self.begin + cache.k.shape[2]
         v = self.v[:, :, self.begin : end]
         stale = self.k.is_inference() and not torch.is_inference_mode_enabled()
@@ -171,25 +177,26 @@ class _Room(NamedTuple):
         return fits and self.counts(cache)
 
     def counts(self, cache: KVCache) -> bool:
-        """Whether the cache's lengths are those of its memory, and nobody has written to them. With smaller ones, which
-        take tokens back, new tokens would lie where caches that were kept hold theirs. In inference mode, whose tensors
-        do not count writes, nobody is taken to write."""
+        """Whether the cache's lengths are those of its memory, and nobody has written to them. After smaller lengths,
+        which take tokens back, new tokens would overwrite those of caches that were kept. Tensors made in inference
+        mode do not count writes; for them no write is assumed."""
         same = self.lengths is cache.lengths
         return same and (cache.lengths.is_inference() or cache.lengths._version == 0)
 
 
-# By the keys of the latest cache in it, and of none before: who extends an older one gets memory of its own.
+# The room of a cache, by its k. Only the latest cache of a room is here: an older one that is extended gets another.
 _ROOMS: MutableMapping[Tensor, _Room] = WeakTensorKeyDictionary()
 
 
 def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> tuple[KVCache, Tensor, Tensor] | None:
-    """`extend` for as many new tokens of every row, without gradients: (that cache, without bias and angle, and k and v
-    of all S + T places that the new tokens may see, in their dtype, each row's new ones behind its own).
+    """`extend` where every row gets all T new tokens and nothing needs a gradient.
 
-    Nothing is copied but the new tokens, and nothing waited for, while the cache is the latest in its memory and that
-    has room; else it moves to memory of twice its size. A window's cache moves on by the new tokens in that memory, and
-    W tokens later to another. A cache stays what it is when it is appended to. None where nothing is to be gained: for
-    more new tokens than a window has, and where some rows have filled their window and others have not.
+    Returns (the new cache without bias and angle, k, v): k and v are those of all S + T places that the new tokens may
+    read, in the new tokens' dtype, each row's new tokens behind its own. Only the new tokens are copied, and nothing
+    waits for the device, while the cache is the latest in its memory and that has room. Else it moves to memory of
+    twice its size. With a window the cache moves on in this memory by T places, and about every W tokens to another.
+    The old cache does not change. Returns None where `extend` is as fast: for more new tokens than the window has, and
+    where some rows have filled the window and others have not.
     """
     held, new = cache.k.shape[2], k.shape[2]
     room, total = _ROOMS.pop(cache.k, None), held + new  # taken in one step: of two threads, one has it
@@ -215,7 +222,7 @@ def append(cache: KVCache, k: Tensor, v: Tensor, window: int | None = None) -> t
 
 
 def is_appended(cache: KVCache) -> bool:
-    """Whether `append` made this cache, from one whose lengths were checked, and nobody has written to its lengths.
+    """Whether `append` made this cache and nobody has written to its lengths, so that they need no check.
 
     Does not wait for the device.
     """
@@ -224,8 +231,8 @@ def is_appended(cache: KVCache) -> bool:
 
 
 def write_behind(whole: Tensor, fresh: Tensor, cache: KVCache) -> Tensor:
-    """Write T new tokens of every row behind those that the cache holds. whole: [B, ·, S + T, ·], or without the last
-    axis as biases are; fresh: the same of T places."""
+    """Write T new tokens of every row behind those that the cache holds. whole: [B, ·, S + T, ·], or of biases
+    [B, ·, S + T]; fresh: the same with T places."""
     place = cache.lengths.clamp(max=cache.k.shape[2])[:, None]
     if fresh.shape[2] > 1:
         place = place + torch.arange(fresh.shape[2], device=fresh.device)
@@ -252,7 +259,7 @@ def causal(tokens: int, places: int, device: torch.device) -> Tensor:
 def softmax_matrix(a: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
     """Phi [B, H, T, S] by definition: exponentials over their sum. a: [B, H, T, N], k: [B, H, S, N].
 
-    seen: which places each query reads; None: a's are the last T of S tokens.
+    seen: bool, which places each query reads; None: the queries are those of the last T of S tokens.
     """
     scores = a @ k.transpose(-1, -2)
     if seen is None:
@@ -261,9 +268,9 @@ def softmax_matrix(a: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1.0) -> Tensor:
-    """The online softmax (torch's fused attention) of scale · a.
+    """Softmax attention of the queries scale · a, by torch's fused attention: [B, H, T, P].
 
-    a: [B, H, T, N], k, v with heads dividing H -> [B, H, T, P]. seen: as of `softmax_matrix`.
+    a: [B, H, T, N]. k: [B, Hk, S, N], v: [B, Hv, S, P]; Hk and Hv divide H. seen: as of `softmax_matrix`.
     """
     if forward_ad._current_level >= 0:  # torch's has no forward-mode derivative
         k, v = (spread_heads(x, a.shape[1]) for x in (k, v))
@@ -289,12 +296,12 @@ def fused(a: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float = 1
 
 
 def _unstored(tokens: int, places: int) -> Tensor:
-    """`causal` as torch's kernels on a GPU know it, without memory; graphs cannot hold it."""
+    """`causal` as an object that torch's GPU kernels know, without memory. A graph of torch.compile cannot hold it."""
     from torch.nn.attention.bias import causal_lower_right  # this import takes seconds
 
     return causal_lower_right(tokens, places)
 
 
 def spread_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, G, ...] -> [B, H, ...], each group serving H / G consecutive heads."""
+    """[B, G, ...] -> [B, H, ...]: each of G heads repeated for H / G consecutive heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -18,9 +18,10 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class Kind:
-    """An input's axes; time is False for Param (no token axis), steps is the number of micro-steps of Steps[...].
+    """What an annotation says of an input. axes: {Key, Value} or some of them.
 
-    pair: one entry for every two neighbouring places of the Key axis, N / 2 in all.
+    time: False for a Param, which has no token axis. steps: the number of micro-steps of Steps[...], else None.
+    pair: True where the Key axis has one entry for each pair of places, N / 2 in all.
     """
 
     axes: Axes
@@ -36,7 +37,7 @@ class Kind:
         return names if self.time else f"Param[{names}]"
 
     def layout(self, one_token: bool = False) -> tuple[str, ...]:
-        """The names of the tensor's axes; one_token: without T, as in Recurrence.step."""
+        """The names of the tensor's axes, such as ("B", "T", "H", "N"). one_token: without T, as in Recurrence.step."""
         lead = ("B", "T") if self.time else ()
         steps = ("n",) if self.steps is not None else ()
         last = tuple({KEY: "N/2" if self.pair else "N", VALUE: "P"}[a] for a in (KEY, VALUE) if a in self.axes)
@@ -62,37 +63,44 @@ else:
         kind: Kind
 
     class Key(_Marker):
-        """One entry for each of the N places of the Key axis, every token: [B, T, H, N]."""
+        """An input with N numbers (the Key axis) for every token and head: [B, T, H, N]."""
 
         kind = Kind(frozenset({KEY}))
 
     class Pair(_Marker):
-        """One entry for each pair (2i, 2i + 1) of places of the Key axis, every token: [B, T, H, N/2].
+        """An input with a number for each pair (2i, 2i + 1) of key entries, for every token and head: [B, T, H, N/2].
 
-        In expressions it is a Key whose entries are equal within a pair; the angles of dsf.turn are such.
+        In expressions it is a Key whose entries 2i and 2i + 1 are equal, as angles for dsf.turn have to be.
         """
 
         kind = Kind(frozenset({KEY}), pair=True)
 
     class Value(_Marker):
-        """One entry for each of the P channels, every token: [B, T, H, P]."""
+        """An input with P numbers, the channels (the Value axis), for every token and head: [B, T, H, P]."""
 
         kind = Kind(frozenset({VALUE}))
 
     class Scalar(_Marker):
-        """One number a head, every token: [B, T, H]."""
+        """An input with one number for every token and head: [B, T, H]."""
 
         kind = Kind(frozenset())
 
     class Param:
-        """An input without the token axis: Param[Scalar] [H], Param[Key] [H, N], Param[Key, Value] [H, N, P]."""
+        """An input without tokens: Param[Scalar] is [H], Param[Key] [H, N], Param[Key, Value] [H, N, P].
+
+        Raises TraceError for anything but Key, Pair, Value and Scalar, and for Pair beside another.
+        """
 
         def __class_getitem__(cls, items: Any) -> Kind:
             items = items if isinstance(items, tuple) else (items,)
             return Kind(_axes_of(items, "Param"), time=False, pair=_is_pair(items))
 
     class Steps:
-        """n values a token, one for each micro-step: Steps[Key, n] [B, T, n, H, N]; the parameter is an n-tuple."""
+        """An input with n values a token, one for each micro-step: Steps[Key, n] is [B, T, n, H, N].
+
+        In the function the parameter is a tuple of n expressions. Raises TraceError as Param does, and for an n that is
+        no integer of at least 1.
+        """
 
         def __class_getitem__(cls, items: Any) -> Kind:
             *marks, count = items if isinstance(items, tuple) else (items,)
@@ -133,7 +141,8 @@ def _is_pair(items: tuple[Any, ...]) -> bool:
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
-    """The kind of every parameter, in order. Raises TraceError for a missing or foreign annotation."""
+    """The kind of every parameter, in order. Raises TraceError for a missing or another annotation, *args or **kwargs,
+    a default, and the names of a call's options (RESERVED)."""
     if not inspect.isfunction(function):
         raise TraceError(f"a recurrence is declared by a function that returns a System, got {function!r}")
     names = {"Key": Key, "Pair": Pair, "Value": Value, "Scalar": Scalar, "Param": Param, "Steps": Steps}

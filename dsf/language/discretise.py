@@ -1,8 +1,9 @@
-"""Discretisations: S' = a S + b x in continuous time as A and B of a System, by a rule for the input within a step.
+"""Discretisations: dS/dt = a S + b x in continuous time as A and B of a System. Each has a rule for x within a step.
 
-A rate a is an expression, which acts entry by entry, or a pair (re, im) of expressions: a complex rate, of states whose
-real and imaginary parts are the places 2i and 2i + 1 of the Key axis. Then A turns pairs, and b is a complex factor.
-The step is any expression: of Params for even time steps (S4D), of tokens for data-dependent ones (S6, Mamba-3).
+A rate a is an expression, which acts entry by entry, or a pair (re, im) of expressions, a complex rate. With a complex
+rate the places 2i and 2i + 1 of the Key axis are real and imaginary part of a complex state, A turns such pairs, and b
+is a complex factor. The step is any expression: of Params for equal time steps (S4D), of inputs of tokens for steps
+that depend on data (S6, Mamba-3).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Rate = Any  # an expression, or a pair (re, im) of expressions
 
 
 class Discrete(NamedTuple):
-    """A and the factor B of the input: System(A=A, B=B * x, ...)."""
+    """A discretised system: its A, and the factor B of its input x, for System(A=A, B=B * x, ...)."""
 
     A: Any
     B: Expr
@@ -28,11 +29,13 @@ class Discrete(NamedTuple):
 def zoh(a: Rate, b: Like, step: Like) -> Discrete:
     """Zero-order hold: the exact solution for an input that is constant during a step.
 
-    A = e^{a δ}, B = (e^{a δ} - 1) / a · b, with e^x - 1 computed without cancellation. a: the rate, negative where the
-    state decays (`-exp(A_log)`), or (re, im); not 0; b: the factor of the input; step: δ, positive. For complex
-    rates, b is a Key vector of complex numbers in pairs, or a number. Source: S4D (arXiv 2206.11893), equation 4; Mamba
-    (arXiv 2312.00752), equation 4. Raises TraceError for complex rates that differ within a pair, and beside them for a
-    b of one number a pair, which may be meant as b or as b + b i.
+    A = e^{a δ}, B = (e^{a δ} - 1) / a · b, with e^x - 1 computed without cancellation.
+    a: the rate or (re, im), not 0; negative where the state decays (`-exp(A_log)`).
+    b: the factor of the input. With a complex rate: a number, or a Key expression of complex numbers in pairs.
+    step: δ, positive, in the time unit of 1 / a.
+    Source: S4D (arXiv 2206.11893), equation 4; Mamba (arXiv 2312.00752), equation 4.
+    Raises TraceError for complex rates that differ within a pair, and beside a complex rate for a b with one number for
+    each pair, which could mean b or b + b i.
     """
     step = as_expr(step)
     if not isinstance(a, tuple):
@@ -49,9 +52,10 @@ def bilinear(a: Rate, b: Like, step: Like, minus: tuple[Like, Like] | None = Non
     """The bilinear transform (Tustin, the trapezoidal rule): A = (1 + a δ/2) / (1 - a δ/2), B = δ / (1 - a δ/2) · b.
 
     It maps the left half plane into the unit circle: |A| < 1 for every negative a, and A < 0 where a δ < -2.
-    minus: Key vectors (p, q), for the rate diag(a) - p qᵀ, whose inverse is exact by Woodbury's identity (S4's diagonal
-    plus rank one). Other arguments as those of `zoh`; a may be 0. Source: S4 (arXiv 2111.00396), equation 3 and
-    Appendix C.2.
+    a, b, step: as in `zoh`, but a may be 0.
+    minus: Key expressions (p, q), for the rate diag(a) - p qᵀ (S4's diagonal plus rank one). Woodbury's identity gives
+      its inverse exactly.
+    Source: S4 (arXiv 2111.00396), equation 3 and Appendix C.2. Raises TraceError as `zoh` does.
     """
     step = as_expr(step)
     half = step * 0.5
@@ -83,7 +87,10 @@ def bilinear(a: Rate, b: Like, step: Like, minus: tuple[Like, Like] | None = Non
 
 
 def euler(a: Rate, b: Like, step: Like) -> Discrete:
-    """Euler's forward step: A = 1 + a δ, B = δ b. It decays only while |1 + a δ| < 1. Arguments as those of `zoh`."""
+    """Euler's forward step: A = 1 + a δ, B = δ b. States decay only where |1 + a δ| < 1. Arguments as those of `zoh`.
+
+    a may be 0. Raises TraceError as `zoh` does.
+    """
     step = as_expr(step)
     if not isinstance(a, tuple):
         return Discrete(1 + as_expr(a) * step, _times(step, as_expr(b)))
@@ -94,7 +101,7 @@ def euler(a: Rate, b: Like, step: Like) -> Discrete:
 
 @dataclass(frozen=True)
 class Complex:
-    """A complex number of two expressions, equal within a pair; with im None a real number, any expression."""
+    """re + i im, of expressions that are equal within a pair. im None: a real number, any expression."""
 
     re: Expr
     im: Expr | None = None

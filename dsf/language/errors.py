@@ -6,13 +6,17 @@ from collections.abc import Hashable
 
 
 class DsfError(ValueError):
-    """Base of every error dsf raises on purpose."""
+    """Base of the errors below, and a ValueError.
+
+    A few errors are Python's own: KeyError of `dsf.mixers.get`, TypeError, and RuntimeError where a form lacks second
+    derivatives.
+    """
 
 
 class TraceError(DsfError):
-    """A recurrence is declared wrongly: raised by @dsf.recurrence, names the recurrence and the user's line.
+    """A recurrence is declared wrongly. @dsf.recurrence raises it, with the recurrence's name and the user's line.
 
-    about: what in the declaration it is about, whose line is then named; by default the System.
+    about: the part of the declaration whose line is named; None: the System.
     """
 
     def __init__(self, text: str = "", *, about: Hashable = None) -> None:
@@ -21,12 +25,12 @@ class TraceError(DsfError):
 
 
 class InputError(DsfError):
-    """A call does not fit the declaration: names the recurrence, the argument, expected and given."""
+    """An argument does not fit: of a recurrence, a layer, a model or a tool. Names whose it is, expected and given."""
 
 
 class FormError(DsfError):
-    """The structure does not have the wanted form or backend."""
+    """A recurrence does not have what was asked for: a form, a backend, a state of fixed size, a matrix."""
 
 
 class LawError(DsfError, AssertionError):
-    """A recurrence or a user's function breaks a law: raised by Report.raise_if_failed, holds the whole report."""
+    """A recurrence or a user's function breaks a law. Report.raise_if_failed raises it, with the report as its text."""

@@ -1,4 +1,4 @@
-"""The functions that declarations are written in: each makes an expression. What they mean: `primitives`."""
+"""The functions that declarations are written in. Each makes an expression; `primitives` computes them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def phi1(x: Like) -> Expr:
 
 
 def elu1(x: Like) -> Expr:
-    """elu(x) + 1, the feature map of linear attention (Katharopoulos et al. 2020, eq. 7)."""
+    """elu(x) + 1, the feature map of linear attention (Katharopoulos et al. 2020, equation 7)."""
     x = as_expr(x)
     return where(x > 0, x + 1.0, exp(minimum(x, 0.0)))
 
@@ -113,7 +113,7 @@ def sigmoid(x: Like) -> Expr:
 
 
 def complement(x: Like) -> Expr:
-    """σ(-x), 1 - sigmoid(x) with all its digits, as a factor of sigmoid(x): kernels make both of one exponential."""
+    """1 - sigmoid(x) = σ(-x), without cancellation. Kernels compute it and sigmoid(x) from one exponential."""
     return _call("complement", x)
 
 
@@ -123,12 +123,12 @@ def logsigmoid(x: Like) -> Expr:
 
 
 def minimum(a: Like, b: Like) -> Expr:
-    """The smaller; where equal, both share the derivative."""
+    """The smaller of a and b, entry by entry. Where they are equal, each gets half of the derivative."""
     return _call("minimum", a, b)
 
 
 def maximum(a: Like, b: Like) -> Expr:
-    """The larger; where equal, both share the derivative."""
+    """The larger of a and b, entry by entry. Where they are equal, each gets half of the derivative."""
     return _call("maximum", a, b)
 
 
@@ -143,12 +143,12 @@ def tanh(x: Like) -> Expr:
 
 
 def tanh_slope(x: Like) -> Expr:
-    """4 σ(2x) σ(-2x), the derivative of tanh, which is 1 - tanh(x)² with all its digits."""
+    """The derivative of tanh, 1 - tanh(x)² = 4 σ(2x) σ(-2x), without cancellation."""
     return _call("tanh_slope", x)
 
 
 def where(condition: Any, a: Like, b: Like) -> Expr:
-    """a where condition (a comparison such as x > 0) holds, else b. Raises TraceError for any other condition."""
+    """a where the condition holds, else b. Raises TraceError unless the condition is a comparison, such as x > 0."""
     if not (isinstance(condition, Expr) and condition.op in COMPARISONS):
         raise TraceError(f"where needs a comparison of expressions (>, >=, <, <=) as its condition, got {condition!r}")
     return Expr("where", (condition, as_expr(a), as_expr(b)))
@@ -170,14 +170,15 @@ def cos(x: Like) -> Expr:
 
 
 def atan2(y: Like, x: Like) -> Expr:
-    """The angle of the point (x, y), between -π and π; at (0, 0) it has no derivative."""
+    """The angle of the point (x, y), in radians from -π to π. At (0, 0) it has no derivative."""
     return _call("atan2", y, x)
 
 
 def pair(re: Like, im: Like) -> Expr:
     """Complex numbers along the Key axis: re at the places 2i, im at the places 2i + 1.
 
-    re, im: expressions equal within a pair, of Pair inputs, or without a Key axis. Raises TraceError for others.
+    re, im: expressions of Pair inputs, which are equal within a pair, or without a Key axis. Raises TraceError for
+    others.
     """
     re, im = as_expr(re), as_expr(im)
     for x in (re, im):
@@ -191,7 +192,10 @@ def pair(re: Like, im: Like) -> Expr:
 
 
 def quarter_turn(x: Like) -> Expr:
-    """Pairs (x, y) of the Key axis become (-y, x): complex numbers times i. Raises TraceError without a Key axis."""
+    """Every pair (x, y) of the Key axis becomes (-y, x), a complex number times i.
+
+    Raises TraceError for an x without a Key axis, and for features.
+    """
     x = as_expr(x)
     if KEY not in x.axes or x.features is not None:
         raise TraceError(f"quarter_turn({x}) turns pairs of the N places of the Key axis, which its argument lacks")
@@ -200,17 +204,20 @@ def quarter_turn(x: Like) -> Expr:
 
 
 def sum_key(x: Like) -> Expr:
-    """Sum over the Key axis. Raises TraceError when x has none."""
+    """The sum over the Key axis. Raises TraceError for an x without a Key axis."""
     return reduction("sum_key", as_expr(x))
 
 
 def sum_value(x: Like) -> Expr:
-    """Sum over the Value axis. Raises TraceError when x has none."""
+    """The sum over the Value axis. Raises TraceError for an x without a Value axis."""
     return reduction("sum_value", as_expr(x))
 
 
 def dot(a: Like, b: Like) -> Expr:
-    """⟨a, b⟩, the sum of a·b over the Key axis. Raises TraceError for one of Values beside one of Keys."""
+    """⟨a, b⟩, the sum of a · b over the Key axis.
+
+    Raises TraceError where neither has a Key axis, and where one has a Key axis and the other a Value axis alone.
+    """
     a, b = as_expr(a), as_expr(b)
     for x, other in ((a, b), (b, a)):
         if x.axes == {VALUE} and KEY in other.axes:
@@ -222,24 +229,24 @@ def dot(a: Like, b: Like) -> Expr:
 
 
 def l2norm(x: Like, eps: float = 1e-6) -> Expr:
-    """x / sqrt(⟨x, x⟩ + eps) over the Key axis."""
+    """x / sqrt(⟨x, x⟩ + eps), with the sum over the Key axis. Raises TraceError for an x without a Key axis."""
     x = as_expr(x)
     return x * rsqrt(dot(x, x) + eps)
 
 
 def exp_features(x: Like) -> Expr:
-    """Infinite features with ⟨φ(a), φ(b)⟩ = exp(⟨a, b⟩): all monomials, degree p weighted 1/√p! (DSF Lemma 1).
+    """Infinitely many features φ with ⟨φ(a), φ(b)⟩ = exp(⟨a, b⟩): all monomials, those of degree p times 1/√p!.
 
-    Raises TraceError unless x has the Key axis alone.
+    Source: DSF (arXiv 2405.15731), Lemma 1. Raises TraceError unless x has the Key axis alone, with N entries.
     """
     x = _key_vector("exp_features", x)
     return Expr("exp_features", (x,), (), x.axes, "exp")
 
 
 def taylor_features(x: Like, order: int) -> Expr:
-    """The same, cut after degree `order`: the (N + order choose order) monomials x^α, weighted 1/√α!.
+    """The features of `exp_features` up to degree `order`: the (N + order choose order) monomials x^α, times 1/√α!.
 
-    Raises TraceError unless x has the Key axis alone and order is an integer of at least 0.
+    Raises TraceError unless x has the Key axis alone, with N entries, and order is an integer of at least 0.
     """
     x = _key_vector("taylor_features", x)
     if type(order) is not int or order < 0:
@@ -255,9 +262,9 @@ def _key_vector(name: str, x: Like) -> Expr:
 
 
 def prev(x: Like) -> Expr:
-    """x of the token before, zero where a sequence begins. A state holds what this takes: the factors of a product.
+    """x of the token before, zero where a sequence begins. The state holds the values that this needs.
 
-    Raises TraceError for a number; a recurrence refuses an x of Params alone, which no token changes.
+    Raises TraceError for a number and for features. A recurrence refuses an x of Params alone, which no token changes.
     """
     x = as_expr(x)
     if not inputs_of(x):

@@ -33,23 +33,29 @@ def learn(
     drive: Any = None,
     gauge: Any = None,
 ) -> System:
-    """The System that takes one step on a loss for every token, from the decayed last state S' = decay S.
+    """The System that takes one step on a loss for every token, from the last state after its decay, S' = decay S.
 
-    loss: a quadratic in a `Memory` S, with the gradient H S - R (docs/objective.md). by: the step,
+    loss: a quadratic in a `Memory` S, so its gradient is H S - R (docs/objective.md).
+    by: the name of the step,
 
         hebb      S = S' + rate R, with the gradient at S = 0
         gradient  S = S' - rate (H S' - R)
         implicit  the S that minimises loss + |S - S'|² / (2 rate): (1 + rate H)⁻¹ (S' + rate R), by Sherman-Morrison
-        flow      the solution of dS/ds = R - H S from S' at s = 0, at s = rate
+        flow      the value at s = rate of the solution of dS/ds = R - H S that is S' at s = 0
 
-        exact     at every read-out the S that minimises Σ (decays since) rate · loss + ½⟨ridge S, S⟩ over all tokens so
-                  far: y = Gᵀ (H + ridge)⁻¹ C with two states, G the sum of writes and H that of the squares' key keyᵀ
+        exact     no step: every read-out takes the S that minimises Σ (decays since) rate · loss + ½⟨ridge S, S⟩, where
+                  Σ is over all tokens so far. y = Gᵀ (H + ridge)⁻¹ C has two states: G, the decayed sum of what the
+                  losses write, and H, that of key keyᵀ of their squares
 
-    rate: a number or an expression without a Key axis. decay: any A; for "exact" a Scalar. ridge: for "exact" only,
-    positive, a Key or a Scalar. steps: the conjugate gradient steps of "exact" in float32, in the forms that solve for
-    all tokens at once (docs/objective.md). C, D, read, normalize, drive, gauge: as in System.
+    rate: a number or an expression without a Key axis.
+    decay: any A, or None for no decay; for "exact" a Scalar.
+    ridge: of "exact" alone: positive, a Key or a Scalar.
+    steps: of "exact" alone: the number of conjugate gradient steps in float32, in forms that solve for all tokens at
+      once (docs/objective.md).
+    C, D, read, normalize, drive, gauge: as in System. "exact" takes neither normalize nor drive nor gauge.
 
-    Raises TraceError for a loss that is not a quadratic in S, with the term, and for a step that has no closed form.
+    Raises TraceError for a loss that is not a quadratic in S, for another `by`, for arguments that the step does not
+    take, and for a step that has no closed form.
     """
     _check(loss, by)
     rate = as_expr(rate)

@@ -1,8 +1,8 @@
 """A loss in the memory S, stored as a polynomial in S.
 
-S is no expression, as it has no value while a loss is declared. Terms with S are linear in it (S itself, S.T @ k, sums,
-factors without S) until `inner` or `norm2` multiplies two of them. So a loss is quadratic by construction; any other
-term raises TraceError where it is written.
+S is no expression, as it has no value while a loss is declared. A term with S (S itself, S.T @ k, their sums, their
+products with expressions) is linear in S until `inner` or `norm2` multiplies two of them. So a loss is quadratic by
+construction. Any other term raises TraceError where it is written.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ class Linear(InLoss):
 
 
 class Memory(Linear):
-    """The state S [N, P] of a recurrence, in a loss for `dsf.learn`: S.T @ k reads it at the key k.
+    """The state S [N, P] of a recurrence, in a loss for `dsf.learn`. S.T @ k reads it at the key k.
 
-    S may also be used whole: `0.5 * lam * norm2(S)` is weight decay, `inner(w * S, S)` weight decay by row or entry.
+    S may also be used whole: `0.5 * lam * norm2(S)` is weight decay, `inner(w * S, S)` weight decay by row or by entry.
     """
 
     def __init__(self) -> None:
@@ -278,10 +278,10 @@ class Loss(InLoss):
 
 
 def inner(a: Any, b: Any) -> Any:
-    """Σ a · b over all axes: a loss where one or both depend on a `Memory`, else an expression.
+    """Σ a · b over all axes: a loss if a or b depends on a `Memory`, else an expression.
 
     `-inner(S.T @ k, v)` is the loss of Hebb's rule, `0.5 * inner(beta * e, e)` a square with a weight for each channel.
-    Raises TraceError where the product would have a degree above 2 in S, or the axes do not match.
+    Raises TraceError where the product would have a degree above 2 in S, and where the axes do not match.
     """
     text = f"inner({a}, {b})"
     for x, y in ((a, b), (b, a)):

@@ -18,10 +18,11 @@ from dsf.language.places import PAIRS, note
 
 @dataclass(frozen=True, eq=False)
 class Operator(OperatorBase):
-    """A linear operator on states, as written.
+    """A linear operator on states, as the user wrote it. `I`, `diag`, `outer` and `turn` make operators.
 
-    kind: "identity", "diag" (expr scales the state elementwise), "outer" (left rightᵀ), "turn" (rotates pairs of places
-    by expr), "sum", "scale" (expr · parts[0] with expr free of the Key axis) or "product" (parts[0] @ parts[1] @ …).
+    Operators can be added, multiplied by expressions that do not vary over their axis (*), and by each other (@).
+    kind: "identity", "diag" (expr scales the state entry by entry), "outer" (left rightᵀ), "turn" (rotates pairs of key
+      entries by expr), "sum", "scale" (expr · parts[0]) or "product" (parts[0] @ parts[1] @ …).
     """
 
     kind: str
@@ -92,14 +93,14 @@ NO_TURN = const(0)
 
 
 def diag(a: Like) -> Operator:
-    """The operator that scales the state elementwise: rows by a Key expression, entries by a {Key, Value} one."""
+    """The operator that scales the state entry by entry. A Key expression scales rows, a {Key, Value} one entries."""
     return Operator("diag", (), (as_expr(a),))
 
 
 def outer(a: Like, b: Like) -> Operator:
-    """The operator a bᵀ on the Key axis, or of two Value expressions on the Value axis, where it makes S b aᵀ of S.
+    """The operator a bᵀ on the Key axis, S -> a bᵀ S. Of two Value expressions the one on the Value axis, S -> S b aᵀ.
 
-    Raises TraceError when neither a and b both have a Key axis, nor both a Value axis alone.
+    Raises TraceError unless both a and b have a Key axis, or both a Value axis alone.
     """
     a, b = as_expr(a), as_expr(b)
     if a.axes != {VALUE} or b.axes != {VALUE}:
@@ -113,11 +114,11 @@ def outer(a: Like, b: Like) -> Operator:
 
 
 def turn(theta: Like) -> Operator:
-    """The operator that rotates neighbouring pairs of places of the Key axis, (2i, 2i + 1), by theta radians.
+    """The operator that rotates the pairs (2i, 2i + 1) of key entries by theta radians.
 
-    (x, y) becomes (x cos θ - y sin θ, x sin θ + y cos θ), so a · turn(θ) has the eigenvalues a e^{±iθ}. theta: an
-    expression without axes, one angle for all pairs, or of Pair inputs, an angle for each pair. turn(0) is I. Raises
-    TraceError for other angles.
+    (x, y) becomes (x cos θ - y sin θ, x sin θ + y cos θ), so a · turn(θ) has the eigenvalues a e^{±iθ}. turn(0) is I.
+    theta: an expression without axes, which is one angle for all pairs, or of Pair inputs, an angle for each pair.
+    Raises TraceError for other angles.
     """
     theta = as_expr(theta)
     if theta is const(0):
@@ -134,7 +135,7 @@ def turn(theta: Like) -> Operator:
 
 
 def as_operator(x: Any) -> Operator:
-    """An operator as it is; a bare expression or number as the operator that scales by it. Raises TraceError."""
+    """An operator as it is; an expression or a number as the operator that scales by it. Raises TraceError."""
     return x if isinstance(x, Operator) else diag(x)
 
 
@@ -161,7 +162,7 @@ def _acts_on_values(operator: Operator) -> bool:
 
 @dataclass(frozen=True)
 class Correction:
-    """scale · left rightᵀ; scale does not vary over the axis that the correction acts on."""
+    """scale · left rightᵀ. scale does not vary over the axis that the correction acts on."""
 
     scale: Expr
     left: Expr

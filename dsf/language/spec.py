@@ -20,7 +20,7 @@ from dsf.language.system import DEN, NUM, System, rule_of
 
 @dataclass(frozen=True)
 class Term:
-    """One separable term of an injection: e^gain · key valueᵀ; gain only where a running maximum scales the state."""
+    """One separable term of an injection, e^gain · key valueᵀ. gain: None unless a running maximum scales the state."""
 
     key: Expr
     value: Expr
@@ -40,8 +40,8 @@ class Row:
 class Spec:
     """A recurrence as data: the traced system, its normal form (rows) and derived properties (structure, ...).
 
-    name, doc: the function's. inputs: in the order of its parameters. made: whether it is a frame's plain system, whose
-    turns, if any are left, the forms run directly.
+    name, doc: the function's. inputs: in the order of its parameters. made: whether this is the plain system of a frame
+    (dsf.language.frame); forms then run what turns are left in it.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Spec:
     made: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the declaration; loading returns the living Spec of that content with its cached results, if any."""
+        """A pickle holds the declaration. Loading returns the living Spec with this content, if there is one."""
         return restored, (self.name, self.doc, self.inputs, self.system, self.made)
 
     def __copy__(self) -> Spec:
@@ -73,7 +73,7 @@ class Spec:
 
     @cached_property
     def turning(self) -> Frame | None:
-        """The frame with the turns left in A: the declaration's own matrices and states."""
+        """The frame with the turns left in A, whose matrices and states are those of the declaration."""
         return frame_of(self, "turning") if self.is_framed else None
 
     @cached_property
@@ -83,7 +83,7 @@ class Spec:
 
     @cached_property
     def is_framed(self) -> bool:
-        """True for declarations with turns, previous values or Pair inputs; False for attention, which handles them."""
+        """True for declarations with turns, previous values or Pair inputs, but attention, which handles them."""
         return not (self.made or self.is_attention) and needs_frame(self)
 
     @property
@@ -107,15 +107,15 @@ class Spec:
 
     @cached_property
     def mixes_pairs(self) -> bool:
-        """True where turns are left in A, whose blocks are 2 x 2, as the decay differs within a pair."""
+        """True where A keeps turns, as 2 x 2 blocks, since the decay differs within a pair."""
         return not self.is_attention and any(r.normal.angle is not const(0) for r in self.rows)
 
     @cached_property
     def gated_read(self) -> tuple[Expr, Expr]:
-        """(gate, read) with C = gate · read: the factors with the Value axis alone, which may multiply y instead.
+        """(gate, read) with C = gate · read. gate: the factors with the Value axis alone, which can multiply y instead.
 
         gate is 1 where `read` would still vary over channels, where there is no Key axis, and in normalised systems,
-        as the rule is not linear in y.
+        whose rule is not linear in y.
         """
         gate, read = split_factors(self.readout, lambda factor: factor.axes == {VALUE})
         plain = self.rule is not None or VALUE in read.axes or not self.has_key or gate is const(1)
@@ -180,7 +180,7 @@ class Spec:
 
     @cached_property
     def log_decays(self) -> tuple[Expr, ...] | None:
-        """Log of every row's decay where the table derives all of them without computing the decay; else None."""
+        """The logarithm of every row's decay, if the table of primitives gives all without the decays; else None."""
         logs = tuple(log_of(r.normal.decay) for r in self.rows)
         return None if None in logs else tuple(x for x in logs if x is not None)
 

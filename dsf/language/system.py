@@ -20,25 +20,25 @@ Rule = Callable[..., Expr]
 
 @dataclass(frozen=True, eq=False)
 class System(OperatorBase):
-    """One step of a recurrence (docs/equations.md lists every mixer's).
+    """One step of a recurrence, S_t = A S_{t-1} + B and y_t = Cᵀ S_t + D (docs/equations.md lists every mixer's).
 
-    A: an Operator; a bare expression scales the state elementwise, a number the whole state.
-    B: the injection, axes {Key, Value} (a product `k * v` is the outer product), or {Value} without a Key axis.
-    C: the readout; a Key expression contracts the Key axis, without a Key axis it multiplies elementwise.
-    D: the skip, axes {Value} or none, added to y.
+    A: the transition, an Operator. A bare expression scales the state entry by entry, a number the whole state.
+    B: the injection, with axes {Key, Value} (a product `k * v` is the outer product), or {Value} without a Key axis.
+    C: the readout. A Key expression sums over the Key axis; without a Key axis C multiplies entry by entry.
+    D: the skip, which is added to y: an expression with a Value axis or without axes.
     read: "after" reads S_t, "before" reads S_{t-1} (RWKV).
-    normalize: None, or rule(num, den) or rule(num, den, one): y = rule applied to the output and the output of the same
-      system driven by ones. Rules are homogeneous of degree 0 in (num, den, one), so that the state may be rescaled.
-    drive: the input replaced by ones for den (all micro-steps of Steps); needed only where B does not have exactly one
-      bare Value factor.
+    normalize: None, or a function rule(num, den) or rule(num, den, one), whose value is y. num is the output, den the
+      output of the same system driven by ones, one is 1. The rule does not change where all three are multiplied by
+      the same number, so that the state may be rescaled.
+    drive: the input that ones replace in den (all micro-steps of Steps). Needed where B does not have exactly one
+      factor that is a bare Value input.
     window: None, or W: y reads only the writes of the last W tokens, as later decays changed them. The state is then
       the keys and values of these tokens (docs/forms.md).
-    solve: None, or the solve of C before it reads the state, set by `dsf.learn(by="exact")`.
-    unseen: inputs that count as zero in what a token's own readout sees of its writes (dsf.language.late alone).
-    gauge: a Scalar η; the state of the framework paper's form is S/η (analysis only; y does not depend on it).
+    gauge: a Scalar η; the state of the framework paper's form is S/η. It serves analysis: y does not depend on it.
+    solve, unseen, earlier: set by `dsf.learn(by="exact")`, by dsf.language.late and by `compose`, not by declarations.
 
-    Raises TraceError when A is not a linear operator, C, D have axes that cannot be read, or window is no integer of at
-    least 1.
+    Raises TraceError for an A that is no linear operator, a D with a Key axis, a gauge with axes, a drive without
+    normalize, and another read, normalize or window. The recurrence checks how the parts fit together.
     """
 
     A: Any
@@ -86,7 +86,7 @@ class System(OperatorBase):
         note(self)
 
     def misplaced(self) -> str:
-        """What is said where it stands in an expression's place."""
+        """The error message where a System stands in an expression's place."""
         return (
             "a System is the whole of a recurrence, which its function returns, and no part of an expression; several "
             "writes are a sum in B, several reads a sum in C, several steps of a token compose(first, second), and two "
@@ -121,12 +121,13 @@ def _expression(name: str, x: Any) -> Expr:
 
 
 def compose(*systems: System) -> System:
-    """A System of several micro-steps for each token, executed from left to right.
+    """A System of several micro-steps a token, which change the state from left to right.
 
-    Every (A, B) is applied to the state in turn. C, D, read and normalize are the last system's; the others are written
-    System(A=…, B=…). For Householder steps this is DeltaProduct (arXiv 2502.10297).
+    Every system's A and B are applied to the state in turn. C, D, read, normalize, drive, gauge and window are the last
+    system's; the others are System(A=…, B=…). With Householder steps this is DeltaProduct (arXiv 2502.10297).
 
-    Raises TraceError without systems, or when an earlier system has a readout of its own.
+    Raises TraceError without systems, for what is no System, where another system than the last has such a part, and
+    for several systems of which the last is of `dsf.learn(by="exact")`.
     """
     if not systems:
         raise TraceError("compose() needs at least one System")
@@ -149,7 +150,7 @@ def compose(*systems: System) -> System:
 
 
 def ratio(num: Expr, den: Expr) -> Expr:
-    """The normalisation of linear and softmax attention: num / den."""
+    """The normalize of linear and softmax attention: num / den."""
     return num / den
 
 
@@ -160,9 +161,9 @@ ONE = Expr("output", (), ("one", None), frozenset({VALUE}))
 
 
 def rule_of(rule: Rule) -> Expr:
-    """A normalisation as an expression of num, den, one; arguments with defaults keep them.
+    """A System's normalize as an expression of num, den and one. Arguments with defaults keep these.
 
-    Raises TraceError for another number of arguments.
+    Raises TraceError unless it has two or three arguments without defaults, which can be given by position.
     """
     asked = [x for x in inspect.signature(rule).parameters.values() if x.default is x.empty]
     if len(asked) not in (2, 3) or any(x.kind not in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in asked):
