@@ -14,27 +14,27 @@ from dsf.parallel.modules import canonical_parameters
 
 
 class Checkpoint(Stateful):
-    """A model and its optimizer, saved by some ranks and loaded by any other number of ranks, or by one process.
+    """A model and its optimizer, to be saved by some number of ranks and loaded by any other, or by one process.
 
         dcp.save({"training": Checkpoint(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"training": Checkpoint(model, optimizer)}, checkpoint_id=folder)
 
-    Parameters, and the optimizer's state of each, have the names and the order of entries of the unsharded model, also
-    after `prepare` and `HeadShard`. Every rank calls this. optimizer: None for the model alone.
+    Saved parameters and optimizer states have the unsharded model's names and order of entries, also after `prepare`
+    and `HeadShard`. Every rank takes part. optimizer: None for the model alone.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ...}, with DTensors for sharded tensors."""
+        """{"model": ..., "optimizer": ...} by the unsharded names. Sharded tensors are DTensors."""
         found: dict[str, Any] = {"model": self.model.state_dict()}
         if self.optimizer is not None:
             found["optimizer"] = self._turned(get_optimizer_state_dict(self.model, self.optimizer), out=True)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put the loaded values into the model and the optimizer."""
+        """Load what `state_dict` returned into the model and the optimizer. Raises what `load_state_dict` does."""
         self.model.load_state_dict(state_dict["model"])
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model, self.optimizer, self._turned(state_dict["optimizer"], out=False))

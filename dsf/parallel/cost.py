@@ -12,14 +12,15 @@ from dsf.parallel.layout import Layout
 
 
 class Link(NamedTuple):
-    """A connection of ranks. latency: seconds of one small collective. bandwidth: bytes a second into a rank."""
+    """A connection between ranks. latency: seconds that a small collective takes. bandwidth: bytes a second that a rank
+    can receive."""
 
     latency: float
     bandwidth: float
 
 
 def default_links(device: str) -> tuple[Link, Link]:
-    """(Within a node, between nodes), assumed, not measured: NVLink and a 400 Gb/s NIC a GPU, or shared memory."""
+    """(Within a node, between nodes). Assumed, not measured: for "cuda" NVLink, and a 400 Gb/s NIC for each GPU."""
     if device == "cuda":
         return Link(20e-6, 300e9), Link(30e-6, 45e9)
     return Link(200e-6, 1e9), Link(400e-6, 1e9)
@@ -27,7 +28,8 @@ def default_links(device: str) -> tuple[Link, Link]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One exchange for one call. bytes, back: into a rank, forward and backward; seconds: the model's, forward."""
+    """An exchange for one call. name: its name. bytes: that a rank receives in the forward pass. back: in the backward
+    pass. rounds: collectives one after the other. seconds: of the forward pass, by the cost model. reason: why it."""
 
     name: str
     bytes: int
@@ -44,7 +46,7 @@ class Choice:
 def candidates(
     frame: Frame, layout: Layout, rows: int, width: int, nodes: int, links: tuple[Link, Link]
 ) -> dict[str, Choice]:
-    """The cost of every possible exchange, by name. rows: batch times heads; width: bytes of a number."""
+    """The cost of every possible exchange, by name. rows: B · H. width: bytes of a number of the state."""
     near, far = links
     ranks, slots = layout.ranks, layout.slots
     inner = ranks // nodes

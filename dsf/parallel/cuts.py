@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of a tensor: every rank holds 1/ranks of each section on `axis`.
+    """A cut of a tensor: every rank holds an equal part of each section of `axis`.
 
-    sections: their sizes, side by side on the axis, as in a fused projection. The arranged tensor, which is sharded
-    evenly, has rank 0's part of every section first, then rank 1's, and so on.
+    sections: the sizes of the sections, which lie side by side on the axis, as in a fused projection. The arranged
+    tensor has rank 0's part of every section first, then rank 1's, and so on, so that even shards of it are the parts.
     """
 
     axis: int
@@ -46,15 +46,17 @@ class Cut:
 
 
 class Cuts:
-    """The parts of one layer on each of `ranks` ranks; the layer's method `cut(cuts)` declares them.
+    """Which part of a layer each of `ranks` ranks holds. The layer's method `cut(cuts)` declares it by calls of this.
 
-    The methods only record: the layer is changed after `cut` has run. Sizes that do not divide raise InputError. A
-    parameter that no method names is replicated, and its gradient summed over ranks.
+    The methods only record; the layer changes after `cut` has run. They raise InputError for sizes that do not divide.
+    A parameter that no method names is whole on every rank, and its gradient is summed over ranks.
 
-    params: cuts by (module, name) of a parameter or buffer. sets: (object, name, value) of attributes that change, as
-    sizes do. apart: replicated parameters used after the sum over ranks, whose gradients are whole on every rank. once:
-    biases that only rank 0 adds to a product that is summed. hooks: (module, kind, sections) of call hooks.
-    same: nothing is cut, and every rank computes the same.
+    params: a Cut for each (module, name) of a parameter or buffer that is cut.
+    sets: (object, name, value) of attributes that get a rank's value, such as sizes.
+    apart: uncut parameters used after the sum over ranks, so that every rank already has their whole gradient.
+    once: biases that only rank 0 adds to a product that is summed.
+    hooks: (module, kind, sections) of hooks on modules' calls.
+    same: True where nothing is cut, and every rank computes the whole layer.
     """
 
     def __init__(self, layer: nn.Module, ranks: int) -> None:
@@ -68,18 +70,18 @@ class Cuts:
         self.same = False
 
     def inside(self, layer: nn.Module) -> Cuts:
-        """This record, for a layer inside to continue."""
+        """The same record for a layer inside this one, whose `cut` then adds to it."""
         found = copy.copy(self)
         found.layer = layer
         return found
 
     def whole(self) -> None:
-        """Declare that every rank runs the whole layer, on common tensors."""
+        """Declare that every rank runs the whole layer, on the same tensors."""
         self.same = True
         self.apart |= {(module, name) for module in self.layer.modules() for name in module._parameters}
 
     def count(self, **numbers: int) -> None:
-        """Check numbers of indivisible parts, by name: heads, groups, blocks, channels. Raises InputError."""
+        """Check that ranks can share so many heads, groups, blocks or channels, by name. Raises InputError."""
         for name, number in numbers.items():
             if number % self.ranks:
                 raise InputError(
@@ -88,29 +90,29 @@ class Cuts:
                 )
 
     def share(self, number: int) -> int:
-        """number / ranks."""
+        """A rank's share of a number: number / ranks."""
         return number // self.ranks
 
     def set(self, **attributes: Any) -> None:
-        """Declare new values for attributes of the layer on a rank."""
+        """Declare the values that attributes of the layer have on a rank, by name."""
         self.sets += [(self.layer, name, value) for name, value in attributes.items()]
 
     def over_heads(self, **numbers: int) -> int:
-        """Cut the layer's `dims`, (heads, N, P), by heads, and `count` others. Returns how many all ranks have."""
+        """Cut the layer's `dims`, (heads, N, P), by heads, and `count` more numbers. Returns the heads of all ranks."""
         heads, n, p = self.layer.dims
         self.count(n_heads=heads, **numbers)
         self.set(dims=(self.share(heads), n, p))
         return heads
 
     def over_channels(self) -> int:
-        """Cut the layer's `dims` by channels: of one head, or heads. Returns how many all ranks have."""
+        """Cut the layer's `dims` by channels, which are those of one head, or heads. Returns those of all ranks."""
         heads, n, p = self.layer.dims
         self.count(channels=heads * p)
         self.set(dims=(heads, n, self.share(p)) if heads == 1 else (self.share(heads), n, p))
         return heads * p
 
     def heads(self, name: str) -> tuple[int, ...]:
-        """Cut an attribute H1, D1, H2, D2, ... to a rank's heads. Returns the sections H1·D1, H2·D2, ..."""
+        """Cut the attribute `name`, (H1, D1, H2, D2, ...), by heads. Returns the sections H1·D1, H2·D2, ..."""
         counts, widths = getattr(self.layer, name)[::2], getattr(self.layer, name)[1::2]
         pairs = list(zip(counts, widths, strict=True))
         self.set(**{name: tuple(x for h, d in pairs for x in (self.share(h), d))})
@@ -136,8 +138,8 @@ class Cuts:
     def rows(self, linear: Any, *sections: int, gathered: bool = False) -> None:
         """Cut a linear map by outputs: a rank computes its part of every output section from the whole input.
 
-        linear: for a Sequential its last map is cut; None is ignored. gathered: a rank has a part of the input
-        and gathers the others.
+        linear: the map; of a Sequential the last map is cut; None is ignored. sections: sizes of the output's sections.
+        gathered: whether a rank has only its part of the input and gathers the other ranks'.
         """
         if linear is None:
             return
@@ -155,7 +157,7 @@ class Cuts:
     def mixed(self, linear: nn.Module, *sections: int, kept: Sequence[int] = ()) -> None:
         """Cut a map inside the layer by inputs, section by section; the results are summed over the ranks.
 
-        kept: output sections of which a rank keeps its part; if none, it keeps the whole output.
+        sections: of the input. kept: of the output, of which a rank keeps its part; empty: it keeps the whole output.
         """
         self._columns(linear, sections)
         self.hooks.append((linear, "sum", tuple(kept)))
@@ -167,7 +169,7 @@ class Cuts:
             self.once.add((linear, "bias"))
 
     def sliced(self, module: nn.Module, size: int) -> None:
-        """Declare a module that every rank runs whole, keeping its part of the output of this size."""
+        """Declare a module that every rank runs whole; a rank keeps its part of the output, which has this size."""
         self.count(**{"its outputs": size})
         self.hooks.append((module, "own", (size,)))
 
@@ -184,7 +186,7 @@ class Cuts:
             self.sets.append((conv, "pieces", cut))
 
     def norm(self, norm: Any, groups: int = 1) -> None:
-        """Cut a norm over groups of channels: whole groups on a rank, or one group that the ranks share.
+        """Cut a norm of groups of channels: a rank has whole groups, or the ranks share the only group.
 
         None is ignored. Raises InputError for a number of groups that the ranks cannot share evenly.
         """
@@ -198,7 +200,7 @@ class Cuts:
             self.sets.append((norm, "shares", SHARES))
 
     def behind(self, *names: str) -> None:
-        """Name parameters of the layer, or children with parameters, that are used after the sum over ranks."""
+        """Name parameters, or children with parameters, that are used after the sum over ranks and stay whole."""
         for name in names:
             found = getattr(self.layer, name, None)
             if isinstance(found, nn.Module):

@@ -24,9 +24,9 @@ class Layout:
     """How the tokens of a sequence are distributed over W = `ranks` ranks.
 
     contiguous: rank r holds the r-th run of neighbouring tokens, of any length. headtail: the sequence is cut into 2 W
-    runs of one length, and rank r holds the runs r and 2 W - 1 - r, one after the other, which balances the work of
-    causal softmax attention. Each run is a fragment, numbered in the sequence's order; a rank holds `slots` of them,
-    all ranks together hold `fragments`.
+    runs of equal length, and rank r holds the runs r and 2 W - 1 - r, in this order. This balances the work of causal
+    softmax attention. A run is called a fragment; fragments are numbered along the sequence. A rank holds `slots`
+    fragments, all ranks together hold `fragments`.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Layout:
 class Fragment:
     """One run of tokens of one rank.
 
-    number: its place in the sequence. begin, end: its tokens, counted among the rank's. enters: how many tokens at its
-    front belong to a sequence that began before it; leaves: how many at its end to one that goes on after it.
-    continued, goes_on: whether there is such a sequence (a fragment may have no tokens). entering, leaving: the numbers
-    of these sequences. fresh: no sequence reaches through it, from before it to after it (without
-    packing only said of the first fragment).
+    number: its number along the sequence. begin, end: its first token and the one after its last, counted among the
+    rank's. continued, goes_on: whether a sequence that began before it, or one that goes on after it, has tokens in it
+    or reaches through it (a fragment may have no tokens). enters, leaves: how many of its first, or last, tokens belong
+    to that sequence. entering, leaving: that sequence's number. fresh: no sequence reaches through it from before it to
+    after it; without packed sequences this is True for the first fragment alone.
     """
 
     number: int

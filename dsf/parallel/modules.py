@@ -17,13 +17,13 @@ METHODS = ("step", "inputs")  # methods of a sharded module that gather its para
 
 
 def attach(model: nn.Module, world: World | None) -> nn.Module:
-    """From now on call every mixer of the model with parallel=world (None: without), and return the model.
+    """Let every mixer of a model run with parallel=world from now on, and return the model. None: without ranks.
 
-    Positions, losses and everything else outside the mixers remain the model's task: `world.shard` cuts its inputs,
-    `world.positions` gives the positions of a rank's tokens.
+    Everything outside the mixers, positions and losses too, stays as it is. `world.shard` gives a rank's part of the
+    model's inputs, `world.positions` the positions of its tokens.
 
-    Raises InputError for a model without mixers, or with a layer that needs all tokens (Hyena), whose result on a
-    rank's own tokens would be wrong.
+    Raises InputError for a model without mixers, a world that is no `Sequence` or `Simulated`, and a layer that needs
+    all tokens (Hyena), whose result on a rank's own tokens would be wrong.
     """
     found = list(mixers_of(model))
     if not found:
@@ -46,7 +46,7 @@ def mixers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with their names in state dicts, where a rate in a module of its own has its layer's name."""
+    """(name, parameter) with the names in state dicts, which leave out the module that `shard_rates` put rates in."""
     apart = {path for path, module in model.named_modules() if getattr(module, "taken_out", False)}
     for path, param in model.named_parameters():
         owner, _, name = path.rpartition(".")
@@ -54,16 +54,18 @@ def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module] | None = None, **options: Any) -> nn.Module:
-    """Shard a model with mixers over ranks by FSDP2, and keep its results. Returns the model.
+    """Shard a model with mixers over ranks by FSDP2 so that its results do not change. Returns the model.
 
-    Rates (decays' parameters, for which bfloat16 is too coarse) become groups of their own that no policy casts
-    (`dsf.mixers.shard_rates`); then every block and then the model are sharded by torch.distributed.fsdp.fully_shard.
-    FSDP does not cast the mixers' states, and `step` and `inputs` of a sharded module gather its parameters like
-    forward. blocks: None for the entries of the model's nn.ModuleLists that hold mixers. options: those of fully_shard:
-    mesh, mp_policy, reshard_after_forward, ... A model already sharded only gets the hooks for states and methods.
+    First the rates of every mixer (parameters of decays, for which bfloat16 is too coarse) become groups of their own,
+    which stay float32 (`dsf.mixers.shard_rates`). Then torch.distributed.fsdp.fully_shard shards every block and the
+    model. FSDP does not cast the mixers' states. `step` and `inputs` of a sharded module gather its parameters as its
+    forward does. A model that is sharded already only gets the hooks for states and for these methods.
 
-    FSDP takes the mean of gradients over its mesh: where the mesh includes ranks that share a sequence, multiply the
-    loss by their number. Raises InputError for a model without mixers, or one whose rates are cast.
+    blocks: modules to shard one by one; None: the entries of the model's nn.ModuleLists that hold mixers.
+    options: those of fully_shard: mesh, mp_policy, reshard_after_forward, ...
+
+    FSDP takes the mean of gradients over its mesh. Where the mesh includes ranks that share a sequence, multiply the
+    loss by their number. Raises InputError for a model without mixers, and for one whose rates a policy casts.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

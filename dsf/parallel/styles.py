@@ -21,8 +21,8 @@ class SequenceShard(ParallelStyle):
 
         parallelize_module(model, mesh["cp"], {"layers.*": dsf.parallel.SequenceShard()})
 
-    options: those of `dsf.parallel.Sequence`. Inputs and outputs are local tensors, this rank's tokens.
-    Raises InputError for a module without mixers.
+    options: those of `dsf.parallel.Sequence`. Inputs and outputs are plain tensors of this rank's tokens.
+    Raises InputError for a module without mixers or with a layer that needs all tokens, and as `Sequence` does.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -38,15 +38,15 @@ class HeadShard(ParallelStyle):
 
         parallelize_module(model, mesh["tp"], {"layers.*": dsf.parallel.HeadShard()})
 
-    A rank projects to its own heads, runs their recurrence and keeps their states; one collective sums the outputs, and
-    in the backward pass one sums the gradients of the input. A fused projection is cut section by section. Layers
-    without heads share their channels; where a product mixes these, one more collective sums or gathers it. Inputs and
-    outputs are plain tensors, whole on every rank; all parameters are DTensors, replicated ones too.
+    A rank projects to its own heads, runs their recurrence and keeps their states. One collective sums the outputs, and
+    in the backward pass one sums the gradients of the input. A fused projection is cut section by section. In layers
+    without heads the ranks share channels; where a product mixes channels, one more collective sums or gathers it.
+    Inputs and outputs are plain tensors, whole on every rank. All parameters become DTensors, also the uncut ones.
 
-    State dicts have the unsharded layer's names and order for any number of ranks. Apply it before FSDP, which may then
-    shard further (`dsf.parallel.prepare`). Raises InputError, before any collective, for a module without layers, for a
-    layer without the method `cut`, for heads, groups or channels that the ranks cannot share evenly, and for a mesh
-    whose ranks do not rise.
+    State dicts have the unsharded layer's names and order for any number of ranks. Apply this style before FSDP, which
+    may shard further (`dsf.parallel.prepare`). Raises InputError, before any collective, for a module without layers,
+    for a layer without the method `cut`, for heads, groups or channels that the ranks cannot share evenly, and for a
+    mesh whose ranks are not in rising order.
     Source: Shoeybi et al. (arXiv 1909.08053), Section 3, for the two sums.
     """
 
@@ -57,12 +57,11 @@ class HeadShard(ParallelStyle):
 def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     """The tensor parallel plan of a language model: `parallelize_module(model, mesh["tp"], plan_of(model))`.
 
-    Layers, MLPs and norms get `HeadShard`; the embedding gets torch's RowwiseParallel; the head, a linear map to as
-    many outputs as the embedding has rows, gets ColwiseParallel, logits gathered. A tied head stays tied.
-    All parameters become DTensors, as optimizers and gradient clipping need.
-
-    For `dsf.models` and models made of the same parts. Raises InputError for a module of another kind that has
-    parameters: give those a style of your own beside these.
+    For `dsf.models` and models made of the same parts. Returns a style for each path of a module. Layers, MLPs and
+    norms get `HeadShard`. The embedding gets torch's RowwiseParallel. The head, a linear map with as many outputs as
+    the embedding has rows, gets ColwiseParallel, and its logits are gathered. A tied head stays tied. All parameters
+    become DTensors, as optimizers and gradient clipping need. Raises InputError for a module of another kind that has
+    parameters; share such a model by a plan of your own.
     """
     plan: dict[str, ParallelStyle] = {}
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}

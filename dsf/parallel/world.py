@@ -46,9 +46,9 @@ _numbers = itertools.count()
 class World:
     """The ranks that share one sequence, each holding a part of its tokens.
 
-    layout: which rank holds which tokens. sizes: tokens of every rank, or None for the most even. exchange: "auto",
-    "gather", "transpose", "relay" or "two-level". nodes: the number of nodes. links: latency and bandwidth within and
-    between nodes, for the choice. log: a list that takes the signature of every collective, or None.
+    layout: "contiguous" or "headtail" (`Layout`). sizes: tokens of every rank; None: the most even shards. exchange:
+    "auto", "gather", "transpose", "relay" or "two-level". nodes: the number of nodes. links: latency and bandwidth
+    within a node and between nodes, for "auto". log: None, or a list to which every collective's signature is added.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class World:
         self._register()
 
     def forget(self) -> None:
-        """Drop what is known of earlier calls: the next of every kind is compared again."""
+        """Forget earlier calls, so that ranks compare the next call of every kind again."""
         for world in (self, self._forward, self._backwards):
             if world is not None:
                 world.routes.clear()
@@ -114,8 +114,8 @@ class World:
     def run(self, steps: Several[Steps], first: Several[Tensor] = ()) -> list[Any]:
         """The values of this process's generators (dsf.parallel.collectives).
 
-        first: what a traced graph must know before the first collective. Compilers may exchange what does not depend on
-        each other, and ranks' graphs are not the same.
+        first: tensors that a traced graph must compute before the first collective. Compilers may reorder what does not
+        depend on each other, and ranks' graphs differ.
         """
         if self._forward is None:
             return self._run(steps, first)
@@ -126,10 +126,10 @@ class World:
         raise NotImplementedError
 
     def backwards(self) -> World:
-        """The world of reversed calls, in which rank r of this world is rank W - 1 - r.
+        """The world of calls with reverse=True, in which rank r of this world is rank W - 1 - r.
 
-        Every rank flips its tokens; the collectives stay the same. With layout="headtail" it is this world, as a rank
-        holds the same runs counted from either end.
+        Every rank flips its tokens; the collectives stay the same. With layout="headtail" it is this world, since a
+        rank's runs are the same counted from either end.
         """
         if self.layout.slots > 1:
             return self
@@ -143,7 +143,7 @@ class World:
         self.sizes = None if self.sizes is None else self.sizes[::-1]
 
     def called(self, rank: int) -> int:
-        """A rank's number in the world that the user made."""
+        """The number that a rank of this world has in the world that the user made."""
         return rank if self._forward is None else self.ranks - 1 - rank
 
     def choice(self, frame: Frame, rows: int, width: int) -> Choice:
@@ -160,11 +160,11 @@ class World:
         return Packing.of(self.layout, bounds, sizes)
 
     def places(self, tokens: int, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """int64 [T of the rank], the positions, in a sequence of `tokens` tokens, of a rank's tokens."""
+        """int64 [T of the rank]: the positions of a rank's tokens in a sequence of `tokens` tokens."""
         return self.packing([0, tokens]).positions(rank, device)
 
     def shard_of(self, rank: int, *xs: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """One rank's tokens of whole tensors."""
+        """A rank's tokens of whole tensors, as one tensor each. dim: the axis of tokens."""
         found = []
         for x in xs:
             packing = self.packing([0, x.shape[dim]])
@@ -176,7 +176,7 @@ class World:
         return tuple(found)
 
     def whole_of(self, shards: Several[Tensor], dim: int = 1) -> Tensor:
-        """The inverse of `shard_of` for all ranks."""
+        """The whole tensor from the shards of all ranks, in their order. dim: the axis of tokens."""
         layout = self.layout
         if layout.slots == 1:
             return torch.cat(list(shards), dim=dim)
@@ -209,19 +209,20 @@ class Sequence(World):
         x, labels = cp.shard(x, labels)
         y = gated_deltanet(q, k, v, alpha, beta, parallel=cp)
 
-    mesh: a DeviceMesh of one dimension, or of two, nodes and ranks of a node (then the two-level exchange can be
-    taken); a ProcessGroup; or None for all ranks. layout: "contiguous", or "headtail", which load-balanced softmax
-    attention takes (rank r holds the runs r and 2 W - 1 - r of 2 W). sizes: tokens of every rank where contiguous
-    shards are not as even as torch.tensor_split makes them; only packed sequences and softmax attention need to know.
-    exchange: "auto", or "gather", "transpose", "relay" or "two-level". links: `dsf.parallel.Link`s within a node and
-    between nodes, instead of the defaults of the device. check: compare what ranks are about to do before every call,
-    by one more small collective; otherwise before the first of a kind (dtypes, shapes but for T, options) alone.
+    mesh: a DeviceMesh with one dimension, or with two (nodes, ranks of a node), which allow the two-level exchange; a
+      ProcessGroup; or None for all ranks.
+    layout: "contiguous", or "headtail", which balances the load of softmax attention: of 2 W equal runs, rank r of W
+      holds the runs r and 2 W - 1 - r.
+    sizes: tokens of every rank, if contiguous shards are not as even as torch.tensor_split's. Only packed sequences and
+      softmax attention need this.
+    exchange: how states pass between ranks: "gather", "transpose", "relay", "two-level", or "auto" for the cheapest.
+    links: two `Link`s, within a node and between nodes, for "auto"; None: assumed values of the device.
+    check: True: ranks compare their calls before every call, by one more small collective. False: only before the first
+      call of a kind (dtypes, shapes but for T, options).
 
-    Every rank must make the same calls in the same order, forward and backward, also without tokens. Copying a model
-    keeps the object; pickling stores the names of its groups.
-
-    Raises InputError for a mesh of another shape, a rank outside of it, or options that do not exist. Calls raise
-    InputError on every rank where they differ between ranks (docs/parallel.md#what-is-refused).
+    Every rank must make the same calls in the same order, forward and backward, even without tokens. Copies of a model
+    share this object; a pickle stores the names of its groups. Raises InputError for a mesh of another shape, a rank
+    outside it, or other options. Calls that differ between ranks raise it on all (docs/parallel.md#what-is-refused).
     """
 
     def __init__(
@@ -310,7 +311,7 @@ class Sequence(World):
         return outer.answer(Hop(x, OUTER, a, b)) if a != b else x
 
     def tell(self, text: str, device: torch.device) -> list[str]:
-        """Every rank's text, on every rank, in the order of the ranks as their user knows them."""
+        """The texts of all ranks, in the order of the ranks that the user knows. Every rank calls this."""
         room = torch.zeros(ROOM, dtype=torch.uint8)
         letters = list(text.encode())
         if len(letters) > ROOM:
@@ -320,7 +321,7 @@ class Sequence(World):
         return [bytes(row[row > 0].tolist()).decode(errors="ignore") for row in every]
 
     def shard(self, *xs: Tensor, dim: int = 1) -> Any:
-        """This rank's tokens of whole tensors, by the layout: a tensor for one, a tuple for several."""
+        """This rank's tokens of whole tensors: one tensor, or a tuple for several. dim: the axis of tokens."""
         if any(not -x.dim() <= dim < x.dim() or x.shape[dim] != xs[0].shape[dim] for x in xs):
             shapes = ", ".join(str(list(x.shape)) for x in xs)
             raise InputError(f"shard cuts dimension {dim}, the tokens, as many in every tensor; got shapes {shapes}")
@@ -328,27 +329,27 @@ class Sequence(World):
         return found[0] if len(found) == 1 else found
 
     def gather(self, x: Tensor, tokens: int | None = None, dim: int = 1) -> Tensor:
-        """The whole tensor from every rank's shard, on every rank; gradients return to the rank of each token.
+        """The whole tensor from the shards x of all ranks, on every rank. Gradients return to each token's rank.
 
-        tokens: of the whole sequence, where shards are not all of one length. Raises InputError on every rank for
-        shards that do not fit each other.
+        tokens: the length of the whole sequence, needed where shards differ in length. dim: the axis of tokens. Raises
+        InputError on every rank for shards that do not fit each other.
         """
         agree_whole(self, x, tokens, dim)
         return gather_tokens(self, [x], self.lengths(x.shape[dim], tokens), dim)[0]
 
     def positions(self, tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """int64 [T_local], the positions of this rank's tokens. tokens: of the whole sequence."""
+        """int64 [T of this rank]: the positions of its tokens. tokens: the length of the whole sequence."""
         if not isinstance(tokens, (int, torch.SymInt)) or tokens < 0:
             raise InputError(f"positions: tokens is {tokens!r}, expected the number of the whole sequence's tokens")
         return self.places(tokens, self._rank, device)
 
     @property
     def fragments(self) -> list[int]:
-        """The numbers of this rank's fragments in the sequence's order."""
+        """The numbers of this rank's runs of tokens (fragments), counted along the sequence."""
         return [self.layout.number(self._rank, slot) for slot in range(self.layout.slots)]
 
     def lengths(self, mine: int, tokens: int | None = None) -> list[int]:
-        """Tokens of every rank. Raises InputError where this rank's number `mine` differs from the layout's."""
+        """Tokens of every rank. mine: this rank's. tokens: of the whole sequence. Raises InputError if mine differs."""
         if tokens is None:
             found = list(self.sizes) if self.sizes is not None else [mine] * self.ranks
         else:
@@ -360,13 +361,13 @@ class Sequence(World):
 
 
 class Simulated(World):
-    """The ranks of a `Sequence` in one process: a call takes whole sequences, cuts them, runs every rank and joins.
+    """The ranks of a `Sequence` in one process. A call takes whole sequences, cuts them, runs every rank and joins y.
 
         sim = dsf.parallel.Simulated(3)
         y = mine(q, k, v, parallel=sim)       # equals mine(q, k, v)
 
-    It tests the context parallelism of a recurrence without a cluster, as dsf.check's law `parallel` does. ranks,
-    nodes: the shape of the simulated mesh. sizes: tokens of every rank. Raises InputError for impossible options.
+    It tests the context parallelism of a recurrence without a cluster, as dsf.check's law `parallel` does. ranks: their
+    number W on all nodes; nodes: a divisor of it. Other arguments as of `Sequence`. Raises InputError for bad options.
     """
 
     def __init__(
