@@ -33,10 +33,11 @@ Turn = tuple[Tensor, Tensor]  # cos, sin
 
 @dataclass(frozen=True)
 class CausalOutput:
-    """The output of a model. logits: [B, T, vocab_size], or None where only the loss was computed.
+    """The output of a model.
 
-    loss: mean cross entropy in nats of the labelled tokens, or None without labels. state: a `ModelState`, or
-    None with return_state=False.
+    logits: [B, T, vocab_size], of a step [B, vocab_size]; None in training with labels and config.fused_loss.
+    loss: mean cross entropy in nats of the tokens with a target; None without labels.
+    state: a `ModelState`; None with return_state=False.
     """
 
     logits: Tensor | None
@@ -45,7 +46,7 @@ class CausalOutput:
 
 
 def build_mixer(config: ModelConfig, mixer: str, index: int) -> Mixer:
-    """One mixer of a model: softmax attention with the model's rotary positions, anything else by `layer_in_model`."""
+    """The mixer of one layer: for softmax attention one with the model's rotary positions, else `layer_in_model`."""
     make, options = constructor_of(mixer), dict(config.mixer_options.get(mixer, {}))
     if takes(make, "n_heads"):
         options.setdefault("n_heads", config.heads(mixer))
@@ -59,7 +60,7 @@ def build_mixer(config: ModelConfig, mixer: str, index: int) -> Mixer:
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)).
 
-    gradient_checkpointing: in training, keep only x and compute the rest again in the backward pass.
+    gradient_checkpointing: in training, keep x alone and compute everything else again in the backward pass.
     """
 
     def __init__(self, config: ModelConfig, index: int):
@@ -84,11 +85,11 @@ class Block(nn.Module):
         late: Tensor | None = None,
         open_ended: bool = False,
     ) -> tuple[Any, Any]:
-        """x: [B, T, d_model] -> (the same shape, the mixer's state or None).
+        """x [B, T, d_model] -> (x after the block, the mixer's new state or None).
 
-        turn: the rotation, if the mixer takes one. in_place: a decode step writes into the state's memory. late: what
-        is still to be added to x, by the launch of its norm; open_ended: return (x, what is to be added to it) for the
-        next block, in place of x.
+        turn: cos and sin of rotary positions, for a mixer that takes them. keep: whether to return the state. in_place:
+        a decode step writes into the state's memory. late: the last block's output, which the launch of this block's
+        norm still adds to x. open_ended: return (x, this block's output) in place of their sum.
         """
         made = None
         if late is None:
@@ -117,7 +118,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and the last norm: the model without its head."""
+    """A model without its head: embedding, blocks and the last norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -133,10 +134,10 @@ class Backbone(nn.Module):
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | Packing | None = None, keep: bool = True,
         hidden: list[Tensor] | None = None, in_place: bool = False,
     ) -> tuple[Tensor, ModelState | None]:  # fmt: skip
-        """x: embedded tokens [B, T, d_model] -> (normalised [B, T, d_model], state or None).
+        """x, embedded tokens [B, T, d_model] -> (the output of the last norm [B, T, d_model], state or None).
 
-        hidden: gets what every block was given, and the result. in_place: a decode step writes into the memory of
-        `state`, as far as mixers can; other calls return new tensors.
+        keep: whether to return the state. hidden: a list to which every block's input and the output are added.
+        in_place: a decode step writes into the memory of `state`, as far as mixers can.
         """
         blocks = list(self._blocks())
         mixers = [block.mixer for block in blocks]
@@ -181,9 +182,9 @@ def _hint(config: Any) -> str:
 class CausalLM(nn.Module):
     """A causal language model: embedding, blocks of mixer and SwiGLU, norm, head.
 
-    Tokens give the same logits whole, in pieces with the state, one by one, and packed with other sequences.
-    `model.config` is its `ModelConfig`; `load_state_dict` takes the state dict of a model with the same configuration,
-    and `dsf.models.hf.DsfForCausalLM` has the same parameter names.
+    A sequence has the same logits whole, in pieces with the state, token by token, and packed with other sequences.
+    `model.config` is its `ModelConfig`. `load_state_dict` takes the state dict of a model with the same configuration.
+    `dsf.models.hf.DsfForCausalLM` has the same parameter names.
     """
 
     def __init__(self, config: ModelConfig):
@@ -198,8 +199,8 @@ class CausalLM(nn.Module):
         self._start(Mixer.reset_parameters)  # what is inside mixers was drawn when it was made
 
     def reset_parameters(self) -> None:
-        """Initialise all weights: embeddings and MLPs normal, projections into the residual stream smaller with depth,
-        mixers as in their papers. Also for a model on the meta device after `to_empty`."""
+        """Initialise all weights: embeddings and MLPs normal, the MLPs' projections into the residual stream smaller
+        with depth, mixers as in their papers. For a model made on the meta device, call it after `to_empty`."""
         self._start(reset_mixer)
 
     @torch.no_grad()
@@ -222,8 +223,8 @@ class CausalLM(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. Raises RuntimeError for weights that do not fit, a head that is not the embedding among them
-        where this model ties the two: one of them would be lost."""
+        """As torch's. Raises RuntimeError for weights that do not fit. This includes a head that differs from the
+        embedding if this model ties the two, as one of them would be lost."""
         embedding, head = state_dict.get("model.embed_tokens.weight"), state_dict.get("lm_head.weight")
         if self.config.tie_embeddings and head is not None and embedding is not None and _differ(embedding, head):
             raise RuntimeError(
@@ -251,13 +252,18 @@ class CausalLM(nn.Module):
     ) -> CausalOutput:
         """Predict the next token after every token.
 
-        ids: [B, T] in 0 … vocab_size - 1. labels: [B, T], usually ids again: labels[t + 1] is the target of token
-        t, -100 is ignored. state: the .state of an earlier call, to continue its sequences. cu_seqlens: [S + 1]
-        boundaries of sequences packed along T (B is 1, the state has S rows); none is predicted from the one before it.
-        return_state: False saves memory and time in training. shift_labels: [B, T] instead of labels, the targets of
-        each token, `next_labels(labels)`; ranks that share a sequence pass their tokens' part of them.
-        num_items_in_batch: divisor of the summed loss instead of the number of this call's targets. in_place: see
-        `step`. Raises InputError for shapes and states that do not fit, and for in_place in other calls than a step.
+        ids: int64 or int32 [B, T], from 0 to vocab_size - 1.
+        labels: [B, T], usually ids again. labels[:, t + 1] is the target of token t; -100 is no target.
+        state: the .state of an earlier call, to continue its sequences.
+        cu_seqlens: boundaries [S + 1] of sequences packed along T, or a dsf.Packing. B is then 1, and the state has S
+          rows. No token of a sequence is the target of another sequence.
+        return_state: False saves memory and time in training.
+        shift_labels: [B, T], the target of each token (`next_labels(labels)`), in place of labels. Ranks that share a
+          sequence pass the part of it that belongs to their tokens.
+        num_items_in_batch: what the summed loss is divided by; None: the number of this call's targets.
+        in_place: as in `step`.
+        Raises InputError for shapes and states that do not fit, for both kinds of labels, for ids and labels outside
+        the vocabulary (on a CPU), and for in_place in other calls than a step.
         """
         self._check(ids, labels if shift_labels is None else shift_labels, cu_seqlens)
         if in_place and (state is None or ids.shape[1] != 1 or cu_seqlens is not None or torch.is_grad_enabled()):
@@ -281,10 +287,10 @@ class CausalLM(nn.Module):
     def step(self, ids: Tensor, state: ModelState | None = None, in_place: bool = False) -> CausalOutput:
         """One more token of each sequence, without gradients. ids: [B] -> logits [B, vocab_size] and the state.
 
-        in_place: the new state takes the memory of `state`, which then holds nothing older: no copy of the states, and
-        addresses that a CUDA graph can read. Attention's keys and values move to memory of twice the size where theirs
-        is full, and in the first such step, unless `reserve` made room. Without a state there is nothing to overwrite.
-        Raises InputError for ids of another shape, and while ranks share the sequence.
+        in_place: the new state overwrites `state`, so that nothing is copied and a CUDA graph finds it where it was.
+        Without a state it changes nothing. Attention's keys and values move to memory of twice the size where theirs is
+        full, and in the first such step unless `reserve` made room. Raises InputError for ids of another shape, a state
+        that does not fit, and while ranks share the sequence.
         """
         refuse_decoding("step", self.model)
         if ids.dim() != 1:
@@ -294,19 +300,20 @@ class CausalLM(nn.Module):
         return CausalOutput(found.logits[:, 0], None, found.state)
 
     def reserve(self, state: ModelState, tokens: int) -> ModelState:
-        """The state with attention's keys and values in memory for `tokens` of a sequence in all, where steps with
-        in_place=True leave them; other states are contiguous, and those of `state` where they were. Raises InputError
-        for a state of another model."""
+        """The state with room for steps with in_place=True. tokens: of a sequence in all, those so far included.
+
+        Attention's keys and values are copied to memory for so many tokens, unless theirs has room. Other tensors are
+        those of `state`, or contiguous copies. Raises InputError for a state of another model."""
         mixers = [block.mixer for block in self.model._blocks()]
         check_state(state, mixers, None)
         return state.renewed(reserved(mixer, s, tokens) for mixer, s in zip(mixers, state.layers, strict=True))
 
     def join(self, states: Sequence[ModelState]) -> ModelState:
-        """One state with the sequences of several, in their order; `ModelState.select` takes some out again.
+        """One state with the sequences of several states, in their order. `ModelState.select` takes some out again.
 
-        They may have had different numbers of tokens. Everything is copied; where attention's keys and values lie in
-        the fixed memory of steps in place, the host waits for the GPU. Raises InputError for no states, and for one of
-        another model.
+        The sequences may have had different numbers of tokens. Everything is copied. The host waits for the GPU if
+        attention's keys and values lie in the memory of steps in place. Raises InputError for no states, and for a
+        state of another model.
         """
         mixers = [block.mixer for block in self.model._blocks()]
         if not states:
@@ -325,12 +332,13 @@ class CausalLM(nn.Module):
         generator: torch.Generator | None = None,
         graph: bool = False,
     ) -> Tensor:
-        """`n` tokens after each of ids [B, T]: [B, T + n]. temperature 0: the likeliest. graph: decode by a CUDA graph.
-        See `sample`."""
+        """ids [B, T] with `n` more tokens each: [B, T + n]. temperature: divides the logits; 0 takes the likeliest.
+        top_k: draw from so many likeliest. generator: of the random numbers. graph: decode by a CUDA graph. `sample`
+        says more. Raises InputError for arguments that do not fit."""
         return sample(self, ids, n, temperature, top_k, generator, graph)
 
     def enable_gradient_checkpointing(self, on: bool = True, **options: Any) -> None:
-        """Keep only the inputs of blocks in training, and compute the rest again in the backward pass.
+        """In training, keep the inputs of blocks alone, and compute everything else again in the backward pass.
 
         options: those of torch.utils.checkpoint.checkpoint. A CUDA graph needs preserve_rng_state=False, which is right
         for blocks without random numbers: dsf's layers use none.
@@ -340,16 +348,16 @@ class CausalLM(nn.Module):
             block._gradient_checkpointing_func = partial(checkpoint, **{"use_reentrant": False, **options})
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: rates, biases, norms, but not embeddings."""
+        """The names of the parameters without weight decay: rates, biases and norms, but not embeddings."""
         return undecayed_names(self)
 
     def parameter_count(self, embeddings: bool = True) -> int:
-        """The number of learnt numbers, shared ones once; embeddings=False: without embedding and head."""
+        """How many learnt numbers the model has, shared ones once. embeddings: count those of embedding and head."""
         outer = {id(p) for part in (self.model.embed_tokens, self.lm_head) for p in part.parameters()}
         return sum(p.numel() for p in self.parameters() if embeddings or id(p) not in outer)
 
     def state_size(self, context: int = 0) -> int:
-        """The numbers in one sequence's state after `context` tokens."""
+        """How many numbers one sequence's state has after `context` tokens."""
         return sum(block.mixer.state_size(context) for block in self.model._blocks())
 
     def _check(self, ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | Packing | None) -> None:

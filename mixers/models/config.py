@@ -22,18 +22,18 @@ MULTIPLE = 64  # the hidden width of an MLP is rounded up to a multiple of it: t
 
 
 class ModelConfig(BaseModel):
-    """Sizes and mixers of a `CausalLM`. Raises InputError, which names the field, for invalid values.
+    """Sizes and mixers of a `CausalLM`. Raises InputError, which names the field, for values that do not fit.
 
-    vocab_size, d_model, n_layers: entries of the vocabulary, width, blocks.
+    vocab_size: entries of the vocabulary. d_model: channels of a token. n_layers: blocks.
     mixers: one or several, repeated over the layers: `["gated_deltanet"] * 3 + ["softmax_attention"]` makes every
         fourth layer softmax attention. A mixer is a name of the zoo, `file.py:function`, a Recurrence or a class of
-        layers; each is kept as text, so that the configuration can be written as JSON.
-    mixer_options: constructor arguments of mixers, by their text in `mixers`.
-    n_heads: heads of every mixer that has them; None: a head for each 128 channels, of softmax attention for each 64,
-        more where that does not divide d_model.
-    mlp_ratio, mlp_hidden: a SwiGLU has mlp_hidden channels; None: 2/3 · mlp_ratio · d_model, rounded up to 64.
-    norm_eps: added to mean squares in RMS norms. tie_embeddings: the head is the embedding, transposed.
-    rope_base: base of the rotary positions of softmax attention, which no other mixer gets; None: no positions.
+        layers. All are kept as text, so that the configuration can be written as JSON.
+    mixer_options: constructor arguments of mixers, {text in `mixers`: {argument: value}}.
+    n_heads: heads of every mixer that has heads; None: one for each 128 channels, in softmax attention for each 64, or
+        the next larger number that divides d_model.
+    mlp_hidden: channels of a SwiGLU; None: 2/3 · mlp_ratio · d_model, rounded up to a multiple of 64.
+    norm_eps: added to mean squares in RMS norms. tie_embeddings: whether the head's weight is the embedding's.
+    rope_base: base of the rotary positions of softmax attention (no other mixer has them); None: no positions.
     context_length: the intended number of tokens, not enforced; None: any number.
     init_std: standard deviation of initial embeddings and MLPs; mixers are initialised as in their papers.
     fused_loss: in training with labels, compute the loss piece by piece, so that the logits of all tokens are never
@@ -130,8 +130,8 @@ class ModelConfig(BaseModel):
         return -(-wanted // MULTIPLE) * MULTIPLE
 
     def heads(self, mixer: str) -> int:
-        """Heads of a mixer: its own option, n_heads, or one for each 128 (softmax attention: 64) channels, more where
-        that number does not divide d_model."""
+        """Heads of a mixer: its option n_heads, else the model's n_heads, else one for each 128 channels (softmax
+        attention: 64), or the next larger number that divides d_model."""
         own: int | None = self.mixer_options.get(mixer, {}).get("n_heads", self.n_heads)
         if own:
             return own
@@ -142,12 +142,12 @@ class ModelConfig(BaseModel):
         return next(found, first)
 
     def changed(self, **fields: Any) -> ModelConfig:
-        """A copy with some fields changed, validated again."""
+        """A copy with other values of some fields. Raises InputError for values that do not fit."""
         return ModelConfig(**{**self.model_dump(), **fields})
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The configuration as JSON text, written whole to `path` if one is given. Raises InputError for options that
-        JSON does not have, such as tensors."""
+        """The configuration as JSON text, which is also written to `path` if one is given. Raises InputError for
+        options that JSON does not have, such as tensors."""
         try:
             text = self.model_dump_json(indent=2)
         except PydanticSerializationError as error:
@@ -158,7 +158,7 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_json(cls, source: str | Path) -> ModelConfig:
-        """The configuration in JSON text, or in a file. Raises InputError."""
+        """The configuration from JSON text, or from a file. Raises InputError for what is no configuration."""
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         try:
             fields = json.loads(text)
@@ -179,9 +179,10 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def sized(size: str, mixers: Any, vocab_size: int = 32000, **fields: Any) -> ModelConfig:
-    """The configuration of a named size ("tiny", "20m", "100m", "340m") with these mixers.
+    """The `ModelConfig` of a named size ("tiny", "20m", "100m", "340m") with these mixers.
 
-    fields: any others of `ModelConfig`, which override those of the size. Raises InputError, with the sizes' names.
+    fields: other fields of `ModelConfig`; they override those of the size. Raises InputError for an unknown size, with
+    the names of the sizes, and as `ModelConfig` does.
     """
     if size not in SIZES:
         near = difflib.get_close_matches(size.lower(), SIZES, n=1)

@@ -1,7 +1,7 @@
 """Training steps of few tokens: forward and backward of a loss as a CUDA graph, which the host issues at once.
 
-The host needs about as long for a step of few tokens as for one of many. Where the GPU is done before, it waits for the
-next launch; a graph has all of them.
+The host needs about as long for a step of few tokens as for one of many. With few tokens the GPU finishes each launch
+before the host issues the next, and waits. A graph holds all launches, so the host issues them at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTED = 64  # kinds whose calls are counted
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, the memory that it reads, and the loss and the gradients that it writes, None where there is none."""
+    """A graph, the memory that it reads, and the loss and gradients that it writes; None for an unused parameter."""
 
     replay: Callable[[], Any]
     inputs: Sequence[Tensor]
@@ -37,24 +37,28 @@ class Captured:
 class Graphed:
     """A loss and its gradients, as `loss_of(*tensors).backward()` gives them, from a CUDA graph.
 
-    model: its parameters get gradients in .grad, added to those that are there. loss_of: the model's loss, a tensor of
-    one number (InputError for another), from tensors, which are moved to the model's device first. A call returns the
-    loss, detached. Source: torch's CUDA graphs, https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+    model: its parameters' gradients are added to their .grad.
+    loss_of: a function of tensors that returns the model's loss, a tensor of one number.
+    Call it with the tensors, which are moved to the model's device first. It returns the loss, detached. Raises
+    InputError where loss_of returns anything else.
+    Source: torch's CUDA graphs, https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
-    The first two calls of a kind run as without a graph, the third is captured: what Python does in loss_of is then as
-    it was in that call. Shapes and dtypes of the tensors, autocast, the modes of all modules and which parameters want
-    gradients make a kind. Where parameters have moved, everything is captured anew. Without a graph run: kinds beyond
-    the first eight, calls on a CPU, models on several devices, parameters with hooks, DistributedDataParallel, and
-    several processes without NCCL. So does, with a warning, what CUDA refuses to capture: a loss_of in which the host
-    waits for a result, and the first capture while a result of another call still has its graph.
+    The first two calls of a kind run without a graph; the third is captured. Later calls of the kind repeat what was
+    launched then, whatever Python in loss_of would do now. Calls are of one kind if they agree in the tensors' shapes
+    and dtypes, autocast, the modes of all modules and which parameters want gradients. If parameters have moved,
+    everything is captured again.
 
-    In one of several processes (tokens, heads and parameters over ranks: `dsf.parallel`) collectives are captured as
-    well, and what FSDP was told by then (`set_requires_gradient_sync`) holds for the graph. What CUDA refuses is a
-    RuntimeError there, since other ranks wait for this one's collectives. Call `clear` before the process group is
-    destroyed: NCCL waits for its graphs.
+    These run without a graph: kinds beyond the first eight, calls on a CPU, models on several devices, parameters with
+    hooks, DistributedDataParallel, and several processes without NCCL. So does, with a warning, what CUDA refuses to
+    capture: a loss_of in which the host waits for a result, and a first capture while a result of another call still
+    holds its autograd graph.
 
-    Gradients lie in memory that the next call overwrites: copy those that are to be kept. A graph keeps the memory of a
-    whole step.
+    In one of several processes (`dsf.parallel`) collectives are captured as well, and so is what FSDP was told before
+    (`set_requires_gradient_sync`). There, what CUDA refuses raises RuntimeError, since other ranks wait for this one's
+    collectives. Call `clear` before the process group is destroyed: NCCL waits for its graphs.
+
+    Gradients lie in memory that the next call overwrites, so copy those that are to be kept. A graph keeps the memory
+    of a whole step.
     """
 
     def __init__(self, model: nn.Module, loss_of: Callable[..., Tensor]):
@@ -66,7 +70,7 @@ class Graphed:
         self._hooked = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """The loss; its gradients are added to the parameters' .grad."""
+        """The loss, detached. Its gradients are added to the parameters' .grad. tensors: loss_of's arguments."""
         parameters = list(self.model.parameters())
         device = parameters[0].device
         tensors = tuple(x.to(device, non_blocking=True) for x in tensors)
@@ -75,7 +79,7 @@ class Graphed:
         return self._eager(tensors) if captured is None else self._replay(captured, parameters, tensors)
 
     def clear(self) -> None:
-        """Free the graphs and their memory. The next calls begin anew."""
+        """Free the graphs and their memory. The next calls are then the first of their kinds."""
         self.graphs.clear()
         self._calls.clear()
 
@@ -141,7 +145,7 @@ class Graphed:
 
 
 def capturable(parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Whether a graph can stand for a step with these parameters, the first of which is on this device."""
+    """Whether a step with these parameters can be captured. device: the first parameter's."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
     if ranks() > 1 and "cuda:nccl" not in str(dist.get_backend_config()):
@@ -155,14 +159,14 @@ def ranks() -> int:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of a tensor, which may be a DTensor."""
+    """The tensor, or this rank's part of a DTensor."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
 def capture(
     step: Callable[[Sequence[Tensor]], Tensor], parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], pool: Any
 ) -> Captured:
-    """A graph of step(tensors), which returns a loss and makes the parameters' gradients. Nothing is computed yet."""
+    """A graph of step(tensors), which returns a loss and fills the parameters' gradients. Nothing is computed yet."""
     inputs = tuple(x.clone() for x in tensors)
     with capturing(parameters[0].device, pool) as graph:
         loss = step(inputs)
@@ -171,7 +175,7 @@ def capture(
 
 @contextmanager
 def capturing(device: torch.device, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """A graph of what is launched inside, while other threads may go on. Raises RuntimeError where CUDA refuses."""
+    """Capture what is launched inside as a graph; other threads may go on. Raises RuntimeError where CUDA refuses."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
@@ -182,7 +186,7 @@ def capturing(device: torch.device, pool: Any = None) -> Iterator[torch.cuda.CUD
 
 
 def recover(device: torch.device) -> None:
-    """Make random numbers work again after a capture that failed, and that they take for one that goes on."""
+    """Make random numbers work again after a failed capture, which torch takes for one that still goes on."""
     torch.cuda.synchronize(device)
     with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros((), device=device)

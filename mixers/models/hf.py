@@ -36,11 +36,12 @@ FOLLOWING = (*WORKED_OUT, "layer_types", "layer_heads")  # in files for other re
 
 
 class DsfConfig(PreTrainedConfig):
-    """`ModelConfig` as transformers wants it: the same names, and the usual ones (hidden_size, ...) beside them.
+    """`ModelConfig` for transformers. Its fields also have transformers' usual names (hidden_size, ...).
 
-    num_attention_heads is n_heads and intermediate_size mlp_hidden, with what follows from the model where those are
-    None. Raises InputError for fields that cannot be, two names of one field with two values, and names of other
-    models' configurations that a model here has no field for. Other names are kept as they are, as by transformers.
+    num_attention_heads is n_heads, and intermediate_size is mlp_hidden; where these are None, they are what follows
+    from the other fields. Raises InputError for values that do not fit, for two names of one field with different
+    values, and for fields of other models' configurations that a model here lacks. Other names are kept, as by
+    transformers.
     """
 
     model_type = "dsf"
@@ -65,7 +66,8 @@ class DsfConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """The names that transformers' validator knows; what is cached follows from the model, not from them."""
+        """For each layer "full_attention" or "linear_attention", as transformers checks these names. Caches do not
+        depend on them."""
         return ["full_attention" if m == ATTENTION else "linear_attention" for m in self.model_config.layer_mixers]
 
     @property
@@ -76,7 +78,7 @@ class DsfConfig(PreTrainedConfig):
 
     @property
     def num_attention_heads(self) -> int:
-        """Heads of softmax attention; setting it sets n_heads."""
+        """Heads of softmax attention. Setting it sets n_heads."""
         return self.model_config.heads(ATTENTION)
 
     @num_attention_heads.setter
@@ -85,7 +87,7 @@ class DsfConfig(PreTrainedConfig):
 
     @property
     def intermediate_size(self) -> int:
-        """Channels of the MLPs; setting it sets mlp_hidden."""
+        """Channels of the MLPs. Setting it sets mlp_hidden."""
         return self.model_config.hidden
 
     @intermediate_size.setter
@@ -93,17 +95,17 @@ class DsfConfig(PreTrainedConfig):
         self.mlp_hidden = value
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, those that are worked out too, for other readers of config.json."""
+        """All fields, also those that follow from others, for other programs that read config.json."""
         return {**super().to_dict(), **{name: getattr(self, name) for name in FOLLOWING}}
 
     @property
     def model_config(self) -> ModelConfig:
-        """The `ModelConfig`. Raises InputError if a field was set to an invalid value."""
+        """The `ModelConfig`. Raises InputError if a field was set to a value that does not fit."""
         return ModelConfig(**{name: getattr(self, name) for name in FIELDS})
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """The fields in a folder's config.json; files of mixers beside it come before those at their old places."""
+        """The fields in a folder's config.json. A mixer's file is taken from this folder if it is there."""
         fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return beside(fields, pretrained_model_name_or_path), rest
 
@@ -114,7 +116,7 @@ class DsfConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **fields: Any) -> DsfConfig:
-        """The configuration of a torch-only model."""
+        """The DsfConfig of a torch-only model's `ModelConfig`. fields: transformers' other fields."""
         return cls(**{**config.model_dump(), **fields})
 
 
@@ -144,13 +146,14 @@ class DsfPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'; weights that a token passes at once then lie beside each other again."""
+        """As transformers'. It then moves weights that decode steps multiply together into one memory again."""
         found = super().from_pretrained(*args, **kwargs)
         lay_all(found[0] if isinstance(found, tuple) else found)
         return found
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers'; a save over another replaces its files once all of the new ones are written."""
+        """As transformers'. A save over an earlier one replaces files once all new ones are written. Raises InputError
+        for weights of which each rank has a part."""
         save_over(super().save_pretrained, self, lambda weights: head_apart(self, weights), *args, **kwargs)
 
     def post_init(self) -> None:
@@ -160,8 +163,8 @@ class DsfPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Every module that is not initialised yet. (transformers' own passes by modules that hold no weight
-        themselves, and such a module here starts those inside it.)"""
+        """Initialise every module that is not initialised yet. transformers' own method leaves out modules without
+        weights of their own, and here such modules initialise those inside them."""
         for module in self.modules():
             if not getattr(module, "_is_hf_initialized", False):
                 self._init_weights(module)
@@ -184,7 +187,7 @@ class DsfPreTrainedModel(PreTrainedModel):
 
 
 class DsfModel(DsfPreTrainedModel):
-    """Embedding, blocks and norm; [B, T] in, hidden states out."""
+    """A model without its head, for transformers: input_ids [B, T] -> hidden states [B, T, d_model]."""
 
     layers: nn.ModuleList
 
@@ -211,14 +214,16 @@ class DsfModel(DsfPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model], cache.
+        """input_ids [B, T] or inputs_embeds [B, T, d_model] -> last_hidden_state [B, T, d_model] and the cache.
 
-        cache, past_key_values: two names of one argument, the states before this call; a `DsfCache`.
-        output_hidden_states: also return hidden_states, what every block was given and, last, last_hidden_state.
-
-        attention_mask: [B, past + T], 0 for padding on any side, which is cut out. cu_seqlens (or
-        cu_seq_lens_q): boundaries of sequences packed in one row. position_ids: only without a cache, where positions
-        that begin again are sequences packed in any row. Raises InputError for boundaries beside a mask.
+        cache, past_key_values: two names of one argument, a `DsfCache` with the states before this call.
+        use_cache: whether to return the states after it. None: as the configuration says, but not in training mode.
+        output_hidden_states: also return hidden_states: the input of every block, then last_hidden_state.
+        attention_mask: [B, earlier tokens + T], 0 for padding, which may be on any side and is cut out.
+        cu_seqlens, cu_seq_lens_q: two names of one argument, boundaries [S + 1] of sequences packed in one row.
+        position_ids: [B, T]. Without a cache, a position 0 begins another packed sequence of the row; else ignored.
+        Raises InputError unless one of input_ids and inputs_embeds is given, for ids outside the vocabulary (on a CPU),
+        for boundaries beside a mask or of several rows, and for a cache of another model.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
@@ -268,7 +273,7 @@ class DsfModel(DsfPreTrainedModel):
 class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
     """A causal language model around any mixers, for transformers' generate, Trainer and pipelines.
 
-    The same parameters, by the same names, as `dsf.models.CausalLM`.
+    Its parameters and their names are those of `dsf.models.CausalLM`.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -282,7 +287,7 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: CausalLM) -> DsfForCausalLM:
-        """A copy of a torch-only model, with its weights. Raises InputError for another model."""
+        """A copy of a torch-only model with its weights. Raises InputError for what is no `CausalLM`."""
         if not isinstance(model, CausalLM):
             raise InputError(f"DsfForCausalLM.of takes a dsf.models.CausalLM, got {type(model).__name__}")
         made = cls(DsfConfig.of(as_built(model.config, model)))
@@ -312,10 +317,13 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
         cache: Any = None,
         **more: Any,
     ) -> CausalLMOutputWithPast:
-        """As `DsfModel.forward`; labels: [B, T] like input_ids, -100 is ignored -> loss, mean in nats.
+        """As `DsfModel.forward`, but returns logits [B, T, vocab_size] and, with labels, the loss (mean in nats).
 
-        logits_to_keep: for this number of last tokens, 0 for all. num_items_in_batch: the divisor of the summed loss.
-        shift_labels: [B, T] instead of labels, each token's target, for sequences that ranks share.
+        In training with labels and config.fused_loss there are no logits.
+        labels: [B, T], usually input_ids again. labels[:, t + 1] is the target of token t; -100 is no target.
+        logits_to_keep: without labels, logits of so many last tokens, or of these places; 0: of all tokens.
+        num_items_in_batch: what the summed loss is divided by; None: the number of targets.
+        shift_labels: [B, T], each token's target, in place of labels, for sequences that ranks share.
         """
         shift_labels = more.get("shift_labels")  # in the signature, Trainer would ask every batch for it
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
@@ -354,11 +362,11 @@ class DsfForCausalLM(DsfPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
-        """The mask unchanged, as padding is cut out, not masked."""
+        """The mask as it is: padding is cut out, not masked."""
         return attention_mask
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: rates, biases, norms, but not embeddings."""
+        """The names of the parameters without weight decay: rates, biases and norms, but not embeddings."""
         return undecayed_names(self)
 
 

@@ -12,7 +12,7 @@ from dsf.mixers.models.states import Kept, ModelState, rows_of
 
 
 class StateLayer(Kept, CacheLayerMixin):
-    """A mixer's state in a transformers cache; counts tokens, since generate() asks for it."""
+    """A mixer's state as a layer of a transformers cache. It counts tokens, since generate() asks for their number."""
 
     is_compileable = False
     is_croppable = False
@@ -27,7 +27,7 @@ class StateLayer(Kept, CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Sequences. Raises AttributeError before the first call, as transformers' own layers do."""
+        """The number of sequences. Raises AttributeError before the first call, as transformers' layers do."""
         rows = rows_of(self.state)
         if rows is None:
             raise AttributeError("no state yet")
@@ -37,18 +37,18 @@ class StateLayer(Kept, CacheLayerMixin):
 
     @property
     def max_cache_len(self) -> int:
-        """Places that masks have beside static layers, -1 for any number."""
+        """The number of places that masks have; -1 for any number."""
         return -1 if self.width is None else self.width
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing: the first state is the initialisation."""
+        """Does nothing: the first state that is stored initialises this layer."""
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Refuse keys and values: this layer has none."""
+        """Refuses keys and values, as this layer has none."""
         raise NotImplementedError("this layer keeps a recurrent state, no keys and values")
 
     def get_seq_length(self, *_: Any) -> int:
-        """Tokens seen."""
+        """The number of tokens seen."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -60,32 +60,32 @@ class StateLayer(Kept, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """(tokens seen with those of the call, 0)."""
+        """(the number of tokens seen, with those of the call; 0)."""
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return max(self.seen + new, self.width or 0), 0
 
     def reset(self) -> None:
-        """Back to the start. (Zeros would be wrong: a running maximum starts at minus infinity.)"""
+        """Forget the state. (Zeros would be wrong: a running maximum starts at minus infinity.)"""
         self.state, self.seen, self.is_initialized, self.begun = None, 0, False, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the states of the beams that go on."""
+        """Keep the states of the beams that go on. beam_idx: int64, their rows."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the states of some sequences."""
+        """Keep the states of some sequences. indices: int64, their rows."""
         self.each(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
+        """Repeat every sequence's state `repeats` times."""
         self.each(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, *_: Any) -> None:
-        """Refuse: a recurrent state cannot forget single tokens."""
+        """Refuses, as a recurrent state cannot forget single tokens."""
         raise InputError("a recurrent state cannot be cropped; keep a copy of the cache (copy.deepcopy) to go back to")
 
     def offload(self) -> None:
-        """Stay: a state is small."""
+        """Does nothing, as a state is small."""
 
     def prefetch(self) -> None:
         """Stay: a state is small."""
@@ -99,18 +99,18 @@ class DsfCache(Cache):
         super().__init__(layers=[StateLayer(static) for _ in range(count)])
 
     def load(self) -> ModelState | None:
-        """The states before the next call; None at the start."""
+        """The model's state before the next call; None at the start."""
         states = tuple(state_layer(self, i).state for i in range(len(self.layers)))
         return None if all(s is None for s in states) else ModelState(states)
 
     def store(self, state: ModelState, tokens: int) -> None:
-        """Keep the states after `tokens` more tokens."""
+        """Keep the model's state after `tokens` more tokens."""
         for i, s in enumerate(state.layers):
             state_layer(self, i).store(s, tokens)
 
 
 def states_of(cache: Any, layers: int) -> ModelState | None:
-    """The states before the next call; None at the start. Raises InputError for the cache of another model."""
+    """The model's state before the next call; None at the start. Raises InputError for another model's cache."""
     kept = [state_layer(cache, i) for i in range(layers)]
     if len(cache.layers) != layers:
         raise InputError(f"the cache is of a model of {len(cache.layers)} layers, this one has {layers}")
@@ -119,9 +119,9 @@ def states_of(cache: Any, layers: int) -> ModelState | None:
 
 
 def state_layer(cache: Any, index: int) -> StateLayer:
-    """The cache's layer for a mixer's state, put there in place of an unused layer of another kind.
+    """The cache's layer for the state of mixer `index`. It takes the place of an unused layer of another kind.
 
-    Raises InputError where that layer holds keys and values already.
+    Raises InputError where such a layer holds keys and values already.
     """
     while len(cache.layers) <= index:
         cache.layers.append(StateLayer())

@@ -53,8 +53,8 @@ def _kernel(module: str, name: str, x: Tensor) -> Any:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMS norm over the last axis; on CUDA one launch that reads x and writes what matrix products take, and
-    which may add to the residual stream before."""
+    """torch's RMS norm over the last axis. On CUDA it is one launch, which writes the dtype that matrix products take
+    under autocast, and which can also add another tensor to x first."""
 
     def __init__(self, width: int, eps: float):
         super().__init__(width, eps=eps)
@@ -64,10 +64,10 @@ class RMSNorm(nn.RMSNorm):
         to.whole()
 
     def forward(self, x: Tensor, other: Tensor | None = None, then: Tensor | None = None) -> Any:
-        """x: [..., width] -> the same shape; under autocast in its type, which is what matrix products take anyway.
+        """The norm of x [..., width], in autocast's dtype under autocast.
 
-        With `other` of x's shape (`added` says where that is one launch): (x + other, the norm of that, or what the map
-        of the weight `then` makes of it).
+        other: of x's shape. With it: (x + other, the norm of this sum). then: the weight of a linear map; with it the
+        norm's output after that map takes the norm's place.
         """
         dtype = self._result(x)
         if other is not None:
@@ -89,7 +89,7 @@ class RMSNorm(nn.RMSNorm):
         return functools.reduce(torch.promote_types, (x.dtype for x in given), self.weight.dtype)
 
     def added(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + other, the norm of that), by one launch on CUDA unless liger-kernel or own hooks take part."""
+        """(x + other, the norm of this sum): one launch on CUDA, except with liger-kernel or hooks on the norm."""
         if self.sums(x, other):
             return self(x, other)
         total = x + other
@@ -98,8 +98,8 @@ class RMSNorm(nn.RMSNorm):
     def added_ahead(
         self, x: Tensor, other: Tensor, layer: Any
     ) -> tuple[Tensor, Tensor, Made | None]:  # fmt: skip
-        """`added`, and behind it what the layer's first maps make of the norm, where one launch makes all of them of a
-        token on CUDA, else None (`dsf.mixers._beside.handing`)."""
+        """(x + other, its norm, the outputs of the layer's first maps of the norm). The last is None unless one launch
+        computes all of it for a token on CUDA (`dsf.mixers._beside.handing`)."""
         token = x.shape[-2] == 1 and not torch.is_grad_enabled() and not hooked(self)
         first = getattr(layer, "first_ahead", None) if token else None
         found = first(x) if first is not None and self.sums(x, other) else None
@@ -111,13 +111,13 @@ class RMSNorm(nn.RMSNorm):
         return total, normal, Made(maps, parts_of(made, maps))
 
     def sums(self, *given: Tensor) -> bool:
-        """Whether `added` of these is one launch."""
+        """Whether `added` of these tensors is one launch."""
         alone = not (self._forward_hooks or self._forward_pre_hooks) and _kernel(*LIGER_NORM, given[0]) is None
         return alone and _fuses(*given, self.weight)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), without biases."""
+    """down(silu(gate(x)) * up(x)), without biases. Source: Shazeer (arXiv 2002.05202)."""
 
     def __init__(self, d_model: int, hidden: int):
         super().__init__()
@@ -148,8 +148,8 @@ class SwiGLU(nn.Module):
         return self._down(*((self.gate_proj(x), self.up_proj(x)) if found is None else found))
 
     def after(self, norm: RMSNorm, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + other, this map of the norm of that). On a GPU one launch makes a decoded token's sum, norm, gate and up
-        projection."""
+        """(x + other, the MLP's output for the norm of this sum). On a GPU one launch computes a decoded token's sum,
+        norm, gate and up projection."""
         maps = self.maps_beside()
         whole = None if hooked(self) or not norm.sums(x, other) else whole_of(x, maps)
         if whole is None:
@@ -169,8 +169,8 @@ class SwiGLU(nn.Module):
 
 
 def check_range(name: str, ids: Tensor, embedding: nn.Module, ignored: int | None = None) -> None:
-    """Refuse token ids that a vocabulary does not have, on a CPU: elsewhere a look at them would wait for the device.
-    Raises InputError."""
+    """Raise InputError for token ids outside the vocabulary; on a CPU alone, as reading them elsewhere waits for the
+    device. ignored: a number that is allowed, too."""
     size = getattr(embedding, "num_embeddings", None)
     plain = type(ids) is Tensor and ids.device.type == "cpu" and ids.numel() > 0
     if size is None or not plain or torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -184,7 +184,7 @@ def check_range(name: str, ids: Tensor, embedding: nn.Module, ignored: int | Non
 
 
 def check_labels(labels: Tensor | None, shape: torch.Size, embedding: nn.Module) -> None:
-    """Refuse labels that are no integers of the shape of ids, or outside of the vocabulary. Raises InputError."""
+    """Raise InputError for labels that are no integers, of another shape than ids, or outside the vocabulary."""
     if labels is not None and labels.shape != shape:
         raise InputError(f"labels: expected the shape of ids, {tuple(shape)}, got {tuple(labels.shape)}")
     if labels is not None and (labels.is_floating_point() or labels.dtype == torch.bool):
@@ -200,7 +200,10 @@ def check_ids(ids: Tensor, labels: Tensor | None, embedding: nn.Module) -> None:
 
 
 def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
-    """Each token's target: the next label, IGNORED for the last token of a sequence. [B, T] -> int64 [B, T]."""
+    """Each token's target, int64 [B, T]: the next label of labels [B, T], and -100 for the last token of a sequence.
+
+    cu_seqlens: boundaries [S + 1] of sequences packed along T, or a dsf.Packing; then B is 1.
+    """
     after = F.pad(labels[:, 1:].long(), (0, 1), value=IGNORED)
     if isinstance(cu_seqlens, Packing):
         cu_seqlens = cu_seqlens.on(labels.device)
@@ -212,9 +215,10 @@ def next_labels(labels: Tensor, cu_seqlens: Tensor | Packing | None = None) -> T
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Any = None) -> Tensor:
-    """Mean in nats over the targets that are not IGNORED, 0 if there are none. logits [B, T, V], targets [B, T].
+    """The mean cross entropy in nats over targets other than -100; 0 if there are none. logits: [B, T, V]. targets:
+    [B, T].
 
-    count: another divisor of the sum, as the number of targets of several batches whose gradients are added.
+    count: what the sum is divided by in place of their number, such as that of several batches whose gradients add up.
     """
     counted = (targets != IGNORED).sum().clamp(min=1) if count is None else count
     if launched(logits) and not is_transformed((logits,)):
@@ -248,10 +252,10 @@ class _MeanEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, count: Any = None) -> Tensor:
-    """`cross_entropy` of hidden @ weight.T, piece by piece over tokens, without all tokens' logits in memory.
+    """`cross_entropy` of hidden @ weight.T, computed for a piece of the tokens at a time.
 
-    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. The forward pass
-    computes the gradients, as the logits are not kept; no second derivatives.
+    hidden: [B, T, D]. weight: [V, D]. targets: [B, T]. count: as in `cross_entropy`. The logits of all tokens are never
+    in memory together, so the forward pass also computes the gradients. There are no second derivatives.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):

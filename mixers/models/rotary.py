@@ -25,10 +25,10 @@ def positions_of(
     past: Tensor | None = None,
     cu_seqlens: Tensor | Packing | None = None,
 ) -> Tensor:
-    """Position of every token in its sequence, int64 [B, tokens] (one row where nothing tells rows apart).
+    """The position of every token in its sequence, int64 [B, tokens], or [1, tokens] if equal in all rows.
 
-    past: [S] tokens that each sequence has seen before this call, or None. cu_seqlens: [S + 1] boundaries of
-    sequences packed along the tokens.
+    past: [S], the number of each sequence's tokens before this call, or None. cu_seqlens: boundaries [S + 1] of
+    sequences packed along the tokens, or a dsf.Packing.
     """
     places = torch.arange(tokens, device=device)
     if cu_seqlens is None:
@@ -41,14 +41,14 @@ def positions_of(
 
 
 def rotation(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, width] in float32 of the angles position · base^(-2i / width) (Su et al., 2104.09864) for both
-    entries of pair i; the first one's sin is negated, as `rotate` takes it."""
+    """cos and sin [B, T, width], float32, of the angles position · base^(-2i / width) for both entries of pair i. The
+    first entry's sin is negated, as `rotate` takes it. Source: Su et al. (arXiv 2104.09864)."""
     cos, sin = angles(positions, width, base)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn entry i against entry i + N/2 of x [B, T, H, N] by `rotation`'s cos, sin [B, T, N]; dtype of x."""
+    """x [B, T, H, N] with entries i and i + N/2 turned by the cos and sin [B, T, N] of `rotation`, in x's dtype."""
     c, s = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
     return torch.addcmul(x * c, x.roll(x.shape[-1] // 2, dims=-1), s)
 
@@ -71,10 +71,11 @@ def _past(state: MixerState | None) -> Tensor | None:
 
 
 class RotaryAttention(SoftmaxAttention):
-    """`SoftmaxAttention` with rotary positions (arXiv 2104.09864), halves of a head turned against each other.
+    """`SoftmaxAttention` with rotary positions, which turn entry i of a head's query and key with entry i + N/2.
 
-    rope_base: base of the angles' geometric series. Positions go on after a state, and begin anew in every packed
-    sequence. Raises InputError for heads of odd width.
+    rope_base: base of the angles' geometric series. options: arguments of `SoftmaxAttention`. The state counts tokens,
+    so positions go on after it. Every packed sequence begins at 0. Source: Su et al. (arXiv 2104.09864). Raises
+    InputError for heads of odd width.
     """
 
     even = ("headdim",)
@@ -92,10 +93,10 @@ class RotaryAttention(SoftmaxAttention):
         cu_seqlens: Tensor | Packing | None = None,
         parallel: World | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The rotation of the tokens of x [B, T, d_model] that come after `state`, in the dtype of q and k; layers of a
-        model may share it.
+        """cos and sin of the rotation of x [B, T, d_model], whose tokens come after `state`, in the dtype of q and k.
 
-        parallel: the ranks that share the tokens (the attached ones unless given).
+        The layers of a model can share it. cu_seqlens: as in a call. parallel: the ranks that share the tokens; None:
+        the attached ones.
         """
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -143,9 +144,9 @@ class RotaryAttention(SoftmaxAttention):
         reverse: bool = False,
         **tokens: Tensor,
     ) -> tuple[Tensor, MixerState | None]:
-        """As `Mixer.forward`; cos, sin: a rotation that is known already (`turns`).
+        """As `Mixer.forward`. cos, sin, among tokens: the rotation, if it is known already (`turns`).
 
-        In reverse, positions count from the end.
+        With reverse=True positions count from the end.
         """
         known = tokens
         if not reverse:
@@ -165,7 +166,7 @@ class RotaryAttention(SoftmaxAttention):
     def step(
         self, x: Tensor, state: MixerState | None = None, *, in_place: bool = False, **tokens: Tensor
     ) -> tuple[Tensor, MixerState]:
-        """As `Mixer.step`; cos, sin [B, N]: a rotation that is known already (`turns`, without the token axis)."""
+        """As `Mixer.step`. cos, sin [B, N], among tokens: the rotation, if it is known already (`turns`)."""
         if "cos" not in tokens:
             cos, sin = self.turns(x.unsqueeze(1), state)
             tokens = {**tokens, "cos": cos.squeeze(1), "sin": sin.squeeze(1)}
@@ -174,7 +175,7 @@ class RotaryAttention(SoftmaxAttention):
     def inputs(
         self, x: Tensor, state: MixerState | None = None, cu_seqlens: Tensor | Packing | None = None, **tokens: Tensor
     ) -> dict[str, Tensor]:
-        """As `Mixer.inputs`: q and k turned."""
+        """As `Mixer.inputs`, with q and k turned."""
         return super().inputs(x, state, cu_seqlens, **self._turned(x, state, cu_seqlens, tokens))
 
     def _turned(

@@ -18,12 +18,13 @@ from dsf.mixers.models.states import ModelState, tensors_of
 if TYPE_CHECKING:
     from dsf.mixers.models.causal_lm import CausalLM
 
-RUNS = 3  # of a step, until it is captured
+RUNS = 3  # runs of a step for a capture, the captured one included
 READ = 1024  # places of keys and values that a captured step reads at least, where so many tokens are to come
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """A token for each row of logits [B, V]: the likeliest at temperature 0, else drawn from the top_k likeliest."""
+    """A token for each row of logits [B, V], int64 [B]: the likeliest at temperature 0, else one drawn from the top_k
+    likeliest."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
@@ -34,8 +35,8 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 
 
 def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], object], Tensor]:
-    """(a replay of what `step` launches, the tensor that it writes). `step` runs twice before it is captured: that
-    compiles kernels and remembers what it made. Raises InputError on a CPU."""
+    """(a function that replays what `step` launches, the tensor that it writes). `step` runs twice before the capture,
+    which compiles its kernels and fills its caches. Raises InputError on a CPU."""
     if device.type != "cuda":
         raise InputError("graph=True captures a CUDA graph, and the ids are not on a GPU")
     with torch.cuda.device(device):
@@ -51,13 +52,12 @@ def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable
 
 
 class CapturedStep:
-    """A model's decode step as a CUDA graph, one launch for the host: it reads a token of each sequence and overwrites
-    the states.
+    """A model's decode step as a CUDA graph, which is one launch for the host.
 
-    token: [B, 1]. state: a `ModelState`, which the graph overwrites from its first call on, but for attention's keys
-    and values: these are copied to memory for `tokens` of a sequence, all of which a step reads. Where it is full they
-    move to memory of twice the size, and a graph is captured anew. Raises InputError on a CPU, and for states whose
-    memory grows in another way.
+    token: [B, 1], a token of each sequence. state: a `ModelState`; every call overwrites it. Only attention's keys and
+    values are copied first, to memory for `tokens` tokens of a sequence, all of whose places a step reads. Where this
+    is full, they move to memory of twice the size, and the graph is captured again. Raises InputError on a CPU, for
+    mixers with hooks, and for states whose memory grows in another way.
     """
 
     def __init__(self, model: CausalLM, token: Tensor, state: ModelState, tokens: int = 0):
@@ -89,7 +89,7 @@ class CapturedStep:
         return out.logits[:, -1]
 
     def __call__(self, token: Tensor) -> Tensor:
-        """Logits [B, V] after token [B, 1], in memory that the next call overwrites."""
+        """The logits [B, V] after token [B, 1]. The next call overwrites their memory."""
         if self.left < 1:
             self._capture(self.state, 2 * max(most_of(s) for s in self.state.layers))
         self.token.copy_(token)
@@ -110,12 +110,15 @@ def sample(
     generator: torch.Generator | None = None,
     graph: bool = False,
 ) -> Tensor:
-    """`n` more tokens after each of ids [B, T]: int64 [B, T + n], in eval mode, whatever mode the model is in.
+    """ids [B, T] with `n` more tokens each: [B, T + n], in ids' dtype. The model runs in eval mode, then as before.
 
-    temperature: divides the logits; 0 takes the likeliest. top_k: only so many of the likeliest can be drawn. graph:
-    all tokens but the first come from a CUDA graph of one step, captured in this call, and again where attention's keys
-    and values have doubled. Raises InputError for a negative n or temperature, for top_k below 1, and for graph=True on
-    a CPU, and while ranks share the sequence.
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: only the so many likeliest tokens, and those as likely as the last of them, can be drawn; None: all.
+    generator: of the random numbers; None: torch's.
+    graph: all tokens but the first come from a CUDA graph of one step. It is captured in this call, and again whenever
+      the memory of attention's keys and values has doubled.
+    Raises InputError for a negative n or temperature, for top_k below 1, for graph=True on a CPU, and while ranks share
+    the sequence.
     """
     refuse_decoding("generate", model.model)
     if not _whole(n) or n < 0:

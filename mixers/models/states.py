@@ -22,17 +22,17 @@ def mapped(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def rows_of(state: Any) -> int | None:
-    """Sequences of a mixer's state: rows of its first tensor."""
+    """The number of sequences in a mixer's state: the rows of its first tensor; None without tensors."""
     leaves = tensors_of(state)
     return leaves[0].shape[0] if leaves else None
 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """The states of all layers; immutable, so a stored state is a snapshot.
+    """The states of all layers of a model. Calls return new ones; only steps with in_place=True overwrite its tensors.
 
-    layers: the state of each block's mixer. names: of their recurrences, None where unknown, by which states of equal
-    shapes are told apart. Not a pytree, so that wrappers that cast a module's arguments (FSDP2's mixed precision) leave
+    layers: the state of each block's mixer. names: of the mixers' recurrences, which tell states of equal shapes apart;
+    None where unknown. It is no pytree, so that wrappers that cast a module's arguments (FSDP2's mixed precision) leave
     it in float32.
     """
 
@@ -40,19 +40,19 @@ class ModelState:
     names: tuple[str | None, ...] = ()
 
     def renewed(self, layers: Iterable[Any]) -> ModelState:
-        """The same model's state with other states of the layers."""
+        """The state of the same model with these states of the layers."""
         return ModelState(tuple(layers), self.names)
 
     def select(self, rows: Tensor) -> ModelState:
-        """The state of some sequences, in that order (with repetitions: beams). rows: int64 [R]."""
+        """The state of some sequences, in the order of rows, int64 [R], which may repeat a sequence (beams)."""
         return self.renewed(mapped(s, lambda x: x.index_select(0, rows.to(x.device))) for s in self.layers)
 
     def detach(self) -> ModelState:
-        """The state without its graph, for truncated backpropagation."""
+        """The state without its autograd graph, for truncated backpropagation."""
         return self.renewed(mapped(s, Tensor.detach) for s in self.layers)
 
     def numel(self) -> int:
-        """The number of stored numbers, for all sequences."""
+        """How many numbers the states of all sequences have."""
         leaves = pytree.tree_leaves([list(pytree.tree_leaves(s)) for s in self.layers])
         return sum(x.numel() for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
 
@@ -69,7 +69,7 @@ def sequences_of(cu_seqlens: Tensor | Packing) -> int:
 
 
 def checkpointed(block: Any, x: Tensor, state: Any, *more: Any) -> tuple[Tensor, Any]:
-    """What a block makes of x and a mixer's state by its checkpointing function, with gradients through both states."""
+    """A block's result for x and a mixer's state, by its checkpointing function, with gradients through both states."""
     again = block._gradient_checkpointing_func
     if not getattr(again, "keywords", {}).get("use_reentrant"):
         return again(block.__call__, x, state, *more)
@@ -87,11 +87,11 @@ def checkpointed(block: Any, x: Tensor, state: Any, *more: Any) -> tuple[Tensor,
 
 
 class Kept:
-    """A mixer's state of any kind between calls, and its number of tokens.
+    """A mixer's state, of any kind, between calls, and its number of tokens.
 
-    static: later states take the memory of the first, where a captured graph reads them: decode steps write there, what
-    other calls return is copied, unless it has gradients. Attention's keys and values move in the first step, and where
-    their memory is full.
+    static: later states take the memory of the first, where a captured graph reads them. Decode steps write there. What
+    other calls return is copied there, unless it needs a gradient. Attention's keys and values move in the first step,
+    and when their memory is full.
     """
 
     begun = False  # whether every sequence's last place had a token
@@ -102,7 +102,7 @@ class Kept:
         self.seen = 0
 
     def store(self, state: Any, tokens: int, padding: Unpadded | None = None) -> None:
-        """Keep the state after `tokens` more places of tokens and padding."""
+        """Keep the state after `tokens` more places, which hold tokens or padding."""
         self.seen += tokens
         if padding is not None and padding.empty:
             return
@@ -136,7 +136,7 @@ def recurrence_of(mixer: Any) -> str | None:
 
 
 def check_state(state: Any, mixers: Sequence[Any], sequences: int | None) -> None:
-    """Raise InputError for a state of another model or batch (None: of any)."""
+    """Raise InputError for a state of another model, or of another number of sequences; None: of any number."""
     layers = len(mixers)
     if not isinstance(state, ModelState):
         raise InputError(f"state is of type {type(state).__name__}, expected the .state of an earlier call")
@@ -152,7 +152,7 @@ def check_state(state: Any, mixers: Sequence[Any], sequences: int | None) -> Non
 
 
 def check_fit(state: Any, mixer: Any, index: int) -> None:
-    """Refuse a state that another layer made, where the mixer can tell; recurrences check theirs. Raises InputError."""
+    """Raise InputError for a state of another layer, if the mixer can tell. Recurrences check their own part."""
     if not hasattr(mixer, "check_state"):
         raise InputError(
             f"layer {index}, {type(mixer).__name__}, keeps no state, so that nothing goes on from earlier tokens: run "

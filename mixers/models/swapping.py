@@ -25,10 +25,10 @@ RECORD = "dsf_swap"  # the entry of a configuration that says what was swapped
 
 
 class SwappedAttention(nn.Module):
-    """A mixer as the self_attn of a Llama-like layer, with its arguments and results.
+    """A mixer as the self_attn of a Llama-like layer, with the arguments and results of such a module.
 
-    Padding is removed before the mixer and restored after it; sequences packed by cu_seq_lens_q, or by positions that
-    begin again, stay separate; the state is in the model's cache, for beam search too.
+    Padding is removed before the mixer and restored after it. Sequences that are packed, by cu_seq_lens_q or by
+    positions that begin again at 0, stay separate. The state is in the model's cache, also for beam search.
     """
 
     def __init__(self, mixer: Mixer, index: int):
@@ -47,9 +47,9 @@ class SwappedAttention(nn.Module):
         cache: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states: [B, T, d_model] -> (the same shape, None for attention weights).
+        """hidden_states [B, T, d_model] -> (the mixer's output [B, T, d_model], None in place of attention weights).
 
-        cache: what transformers calls past_key_values before 5.24.
+        cache, past_key_values: two names of one argument, the model's cache (transformers before 5.24: the latter).
         """
         batch, tokens = hidden_states.shape[:2]
         cache = past_key_values if cache is None else cache
@@ -95,10 +95,9 @@ def _hf() -> Any:
 
 
 class Swapped:
-    """The change made by `swap`. undo() restores the model's own attention, on the device, in the type and in the mode
-    that the model has by then; a context manager does so at its end.
+    """The change made by `swap`. As a context manager it calls undo() at its end.
 
-    model: the same object that was given. mixers: {index of a layer: its mixer}, to train or to load weights into.
+    model: the object that was given to swap. mixers: {index of a layer: its mixer}, to train or to load weights into.
     """
 
     def __init__(self, model: Any, mixer: str | None, options: dict[str, Any], names: str) -> None:
@@ -110,7 +109,8 @@ class Swapped:
         self._kinds: dict[int, tuple[torch.device, torch.dtype]] = {}
 
     def undo(self) -> Any:
-        """Restore the model's own attention and return it. Raises InputError if another swap followed."""
+        """Restore the model's own attention, on the device, in the dtype and mode that the model has by now, and return
+        the model. Raises InputError if one of the layers was swapped again."""
         layers = decoder_layers(self.model)
         for i, mixer in self.mixers.items():
             if getattr(layers[i].self_attn, "mixer", None) is not mixer:
@@ -140,18 +140,20 @@ class Swapped:
 
 
 def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options: Any) -> Swapped:
-    """Replace the attention of a Llama-like model by a mixer, in place; new weights, to be trained.
+    """Replace the attention of a Llama-like model by a mixer, in place. The mixer's weights are new, to be trained.
 
         handle = dsf.models.swap(model, dsf.mixers.GatedDeltaNet, layers=[0, 1, 3])
         model.generate(...)
         handle.undo()
 
     model: of transformers, with decoder layers that call self_attn(hidden_states, ...) (Llama, Mistral, Qwen, ...).
-    mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence. layers: which, from 0; None for all.
-    options: constructor arguments; n_heads is the model's unless given. generate works with a cache and without,
-    with beams, and with padding on either side; save_pretrained also records the swap, for `load_swapped`.
-    Raises InputError for a model without such layers, a layer that it does not have, a mixer that cannot be found or
-    reads both ways.
+    mixer: a class of layers, a name of the zoo, file.py:function or a Recurrence.
+    layers: the indices of the layers, from 0; None: all.
+    options: constructor arguments of the mixer; n_heads is the model's unless given.
+
+    generate works with a cache and without, with beams, and with padding on either side. save_pretrained also records
+    the swap, for `load_swapped`. Raises InputError for a model without such layers, a layer that it does not have, and
+    a mixer that cannot be found or reads in both directions.
     """
     found = decoder_layers(model)
     if isinstance(layers, (int, str)):
@@ -180,10 +182,10 @@ def swap(model: Any, mixer: Any, layers: Iterable[int] | None = None, **options:
 
 
 def load_swapped(folder: str | Path, **options: Any) -> Any:
-    """The model that save_pretrained wrote after `swap`, with its mixers and all its weights, in eval mode.
+    """The model that save_pretrained wrote to `folder` after `swap`, with its mixers and all weights, in eval mode.
 
     options: of transformers' from_config (dtype, attn_implementation). Raises InputError for a folder without such a
-    model, for mixers that have no name to find them by, and for weights that do not fit.
+    model, for mixers without a name to find them by, and for weights that do not fit.
     """
     hf, folder = _hf(), Path(folder)
     if not (folder / "config.json").is_file():
