@@ -22,15 +22,18 @@ from dsf.torch.lower import apply_linear_rule
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention's operands: a [B, H, T, N] scaled queries, k [B, G, S, N], v [B, G, S, P].
+    """The operands of attention over T queries and S keys.
 
-    seen: bool [B|1, H|1, T, S], True where a query reads a key, or None for plain causal attention (S = T).
-    bias: added to the scores, [B|1, H|1, T, S] (ALiBi), or None. sink: [H] score of a key without value, or None.
-    decay: [B, T, H] of a declaration's A, or None for I. share: [B, H, T, p], the rule's factor on a row of weights
-    with sum 1, or None for 1. exponential: False for a window of a finite state, whose weights are scores times e^bias;
-    then share contains the quotient or C's gate, and log_eta does not apply. skip: [B, H, T, p], D as a factor of the
-    query's own value, the last that it sees, or None. first: the place of the first query among the keys, or None for
-    S - T, where the queries are the last tokens.
+    a: [B, H, T, N], the scaled queries. k: [B, G, S, N], the keys. v: [B, G, S, P], the values. G divides H.
+    seen: bool [B|1, H|1, T, S], True where a query reads a key; None for plain causal attention (S = T).
+    bias: [B|1, H|1, T, S], added to the scores (ALiBi), or None.
+    sink: [H], the score of a key without a value, or None.
+    decay: [B, T, H], the declaration's A; None for I.
+    share: [B, H, T, p], the rule's factor for a row of weights with sum 1; None for 1.
+    exponential: False for a window of a finite state. Weights are then scores times e^bias, `share` includes the
+      quotient or C's gate, and log_eta does not apply.
+    skip: [B, H, T, p], D as a factor of the query's own value, which is the last that it reads, or None.
+    first: the place of the first query among the keys; None for S - T, where the queries are those of the last tokens.
     """
 
     a: Tensor
@@ -51,14 +54,14 @@ class Attention:
         return self.k.shape[2] - self.a.shape[2] if self.first is None else self.first
 
     def matrix(self) -> Tensor:
-        """The weights [B, H, T, S] without share and skip; rows sum to 1, or to less with a sink."""
+        """The weights [B, H, T, S] without share and skip. Softmax's rows sum to 1, with a sink to less."""
         k = spread_heads(self.k, self.a.shape[1])
         if self.exponential:
             return attention_matrix(self.a, k, self.seen, self.bias, self.sink)
         return window_matrix(self.a, k, self.seen, self.bias)
 
     def phi(self) -> Tensor:
-        """Phi [B, H, T, S, p]: what v is multiplied by."""
+        """Phi [B, H, T, S, p], the matrix that multiplies v, with share and skip."""
         found = self.matrix().unsqueeze(-1)
         found = found if self.share is None else found * self.share.unsqueeze(3)
         if self.skip is None:
@@ -69,7 +72,7 @@ class Attention:
         return found + place.unsqueeze(-1) * self.skip.unsqueeze(3)
 
     def log_eta(self) -> Tensor:
-        """log Σ_j exp(score of key j), the logarithm of each row's divisor, [B, H, T, p]."""
+        """The logarithm of each row's divisor, log Σ_j exp(score of key j) - log share: [B, H, T, p]."""
         scores = attention_scores(self.a, spread_heads(self.k, self.a.shape[1]), self.seen, self.bias)
         if self.sink is not None:
             own = self.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -80,14 +83,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """S_r = A_r S_{r-1} + B_r, y_t = C_tᵀ S_t + D_t with numbers for every token.
+    """A recurrence on given inputs, as the system S_r = A_r S_{r-1} + B_r, y_t = C_tᵀ S_t + D_t with numbers.
 
-    spec: the recurrence. problem: the tensors (kernels.Problem), rows = tokens x micro-steps, None for softmax.
-    gauge: [B, T, H] η_t or None: the framework paper's state is S_t / η_t, so its transition is (η_{t-1}/η_t) A_t.
-    attention: for softmax, its operands. drive: [B, rows, H, P] the input u in which the system is linear, or None
-    where there is no unique one. unit: the system with u = 1, whose injection and skip are the paper's B_t and D_t.
-    scale: for quotients, (factor on unit's output, the true scale's 1), [B, T, H, p] or None each.
-    initial_state: [B, H, N, P] the state before the first token, None for zeros.
+    A row r is a micro-step of a token; there are T times micro-steps rows. "DSF" is the framework paper (arXiv
+    2405.15731). Axes p have P entries where channels differ, else 1.
+    spec: the recurrence. problem: the system's tensors (kernels.Problem); None for attention and windows.
+    gauge: [B, T, H], η_t, or None. The framework paper's state is S_t / η_t, so its transition is (η_{t-1}/η_t) A_t.
+    attention: the operands of attention and windows, else None.
+    drive: [B, rows, H, P], the input u in which the system is linear; None if there is no single one.
+    unit: the system with u = 1, whose injection and skip are the paper's B_t and D_t.
+    scale: of quotients: (a factor of unit's output, the rule's `one` in the true scale), [B, T, H, p] or None each.
+    initial_state: [B, H, N, P], the state before the first token; None for zeros.
     """
 
     spec: Spec
@@ -101,29 +107,29 @@ class Trajectory:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return self.attention.a.shape[0] if self.attention is not None else self._finite().leading[0]
 
     @property
     def state_size(self) -> tuple[int, int]:
-        """(N, P) of one head's state."""
+        """(N, P), the size of one head's state. Raises FormError for attention and windows."""
         return self._finite().n, self._finite().p
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return self.attention.a.shape[2] if self.attention is not None else self._finite().tokens
 
     @property
     def heads(self) -> int:
-        """H."""
+        """H, the number of heads."""
         return self.attention.a.shape[1] if self.attention is not None else self._finite().leading[1]
 
     @property
     def transition(self) -> Transition:
-        """Structured A of every row: decay [B, rows, H, n, p], corrections [B, rows, H, R, N, p].
+        """A of every row in parts: decay [B, rows, H, n, p], corrections [B, rows, H, R, N, p].
 
-        For attention its decay, without turns; FormError where it has none.
+        For attention its decay, without turns. Raises FormError for attention without a decay.
         """
         if self.attention is not None and self.attention.decay is not None:
             return Transition(self.attention.decay[..., None, None])
@@ -131,7 +137,7 @@ class Trajectory:
 
     @property
     def token_transition(self) -> Transition:
-        """Structured A of every token: the micro-steps of a token multiplied out, ranks added."""
+        """A of every token in parts: the product of the token's micro-steps. Their ranks add up."""
         a, micro = self.transition, 1 if self.problem is None else self.problem.micro
         if micro == 1:
             return a
@@ -145,7 +151,7 @@ class Trajectory:
 
     @property
     def paper_transition(self) -> Transition:
-        """token_transition in the framework paper's gauge, (η_{t-1}/η_t) A_t (DSF eqs. 15, 22); see paper_factor."""
+        """token_transition in the framework paper's gauge: paper_factor times A_t (DSF, equations 15 and 22)."""
         a, factor = self.token_transition, self.paper_factor
         if factor is None:
             return a
@@ -156,10 +162,10 @@ class Trajectory:
 
     @property
     def paper_factor(self) -> Tensor | None:
-        """η_{t-1}/η_t [B, T, H, p] where the outputs are num / η: a declared gauge, or a quotient's denominator.
+        """η_{t-1}/η_t [B, T, H, p], where η_t is the declared gauge or what the output is divided by.
 
-        For softmax η_t = Σ_j exp(q_tᵀ k_j), with the query of its own token. The first token has no predecessor: its
-        factor is 1. None for a system that divides by nothing.
+        For softmax η_t = Σ_j exp(q_tᵀ k_j). The first token's factor is 1. None for a system that divides by nothing.
+        Raises FormError for a normalize that reads inputs.
         """
         found = self._log_eta()
         if found is None:
@@ -200,32 +206,33 @@ class Trajectory:
 
     @property
     def readout(self) -> Tensor:
-        """C [B, T, H, n, p]."""
+        """C of every token, [B, T, H, n, p]."""
         return self._finite().readout
 
     @property
     def injection(self) -> Tensor:
-        """B of every row, dense [B, rows, H, N, P]."""
+        """B of every row, written out: [B, rows, H, N, P]."""
         return self._finite().injection()
 
     @property
     def skip(self) -> Tensor | None:
-        """D [B, T, H, P] or None."""
+        """D of every token, [B, T, H, P]; None without one."""
         return self._finite().skip
 
     def dense(self) -> Tensor:
-        """A of every row as matrices [B, rows, H, p, N, N] (p = P where channels differ, else 1). For small sizes."""
+        """A of every row as matrices [B, rows, H, p, N, N]. They take N² numbers each, so only for small sizes."""
         problem = self._finite()
         dense = self.transition.to_dense(problem.n)
         batch, heads = problem.leading
         return dense.expand(batch, problem.tokens * problem.micro, heads, -1, -1, -1)
 
     def kernel_matrix(self) -> Tensor:
-        """Phi [B, H, T, rows, p] with y = Phi · u for the driving input u (DSF eq. 12, D on its diagonal).
+        """Phi [B, H, T, rows, p] with y = Phi · u for the driving input u (DSF, equation 12, with D on the diagonal).
 
-        Exact for every system, quotients included: with a micro-step per token, Phi[..., i, j, p] is the weight of u_j
-        in y_i. For softmax, the attention matrix [B, H, T, S, p]. p = 1 where channels agree. Where no input drives
-        the system (`drive` is None) Phi refers to the written values and leaves D out, with B's groups as columns.
+        Phi[..., i, j, p] is the weight of row j's u in y_i, from a zero state. It is exact for every system, quotients
+        included. For attention it is the attention matrix [B, H, T, S, p]. If no single input drives the system
+        (`drive` is None), Phi multiplies the written values, with a column for each term of B, and leaves D out.
+        Raises FormError for a normalize that reads inputs.
         """
         if self.attention is not None:
             return self.attention.phi()
@@ -247,7 +254,7 @@ class Trajectory:
         return phi * self._quotient(den, one)
 
     def walk(self) -> Iterator[Tensor]:
-        """Yield S_t [B, H, N, P] after every token, with one state in memory at a time."""
+        """Yield S_t [B, H, N, P] of one token after the other, with one state in memory at a time."""
         problem = self._finite()
         state = problem.zero_state() if self.initial_state is None else self.initial_state
         for row, move in enumerate(self.transition.each_row(problem.tokens * problem.micro)):
@@ -256,7 +263,7 @@ class Trajectory:
                 yield state
 
     def states(self) -> Tensor:
-        """S_t after every token [B, T, H, N, P], by running the recurrence."""
+        """S_t after every token, [B, T, H, N, P], computed token by token."""
         return torch.stack(list(self.walk()), dim=1)
 
     def select(
@@ -266,7 +273,8 @@ class Trajectory:
         heads: slice | None = None,
         channels: slice | None = None,
     ) -> Trajectory:
-        """Part of the trajectory, as views. With a later start the initial state is dropped."""
+        """Part of the trajectory, as views of its tensors; None: all. A part that begins after the first token has no
+        initial state. Raises InputError for slices with a step."""
         parts = [slice(None) if s is None else s for s in (batch, tokens, heads, channels)]
         if any(s.step not in (None, 1) for s in parts):
             raise InputError(f"{self.spec.name}: select takes slices without a step")
@@ -306,7 +314,7 @@ def _log_and_sign(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cut(x: Tensor, batch: slice, rows: slice, heads: slice, channels: slice | None = None) -> Tensor:
-    """Slices of [B|1, rows|1, H|1, ..., P|1]; axes of size one are shared and stay."""
+    """Slices of x [B|1, rows|1, H|1, ..., P|1]. Axes of size one stay, as what they hold is shared."""
     for axis, part in ((0, batch), (1, rows), (2, heads), (-1, channels)):
         if part is not None and x.shape[axis] > 1:
             x = x[(slice(None),) * (axis % x.dim()) + (part,)]
@@ -330,7 +338,7 @@ def _select_problem(problem: Problem, b: slice, rows: slice, t: slice, h: slice,
 
 
 def _select_attention(attention: Attention, parts: list[slice]) -> Attention:
-    """Query rows [t], all keys; heads are spread over groups first."""
+    """The queries of tokens t, and all keys. Keys and values are first repeated for all heads."""
     b, t, h, p = parts
     heads = attention.a.shape[1]
     k, v = spread_heads(attention.k, heads), spread_heads(attention.v, heads)

@@ -31,15 +31,18 @@ def long_convolution(
     form: str = "auto",
     return_state: bool = False,
 ) -> Tensor:
-    """y_t = gate_t (Σ_{s ≤ t} h_{t-s} x_s + D x_t), a gated convolution along time.
+    """y_t = gate_t (Σ_{s ≤ t} h_{t-s} x_s + D x_t), a gated convolution along time: [B, T, H, P] in x's dtype.
 
-    x: [B, T, H, P]. h: [H, L, P], the filter at lags 0 … L-1; the filter is 0 at longer lags, and L may exceed T.
-    gate: [B, T, H, P] or None for 1. D: [H, P] or None for 0. cu_seqlens: [S + 1] boundaries of sequences packed along
-    T, or a dsf.Packing; then B is 1. gate has the dtype of x. form: "convolution" (FFT), "naive" (the definition, in
-    float64) or "auto". Returns y [B, T, H, P] in x's dtype.
+    x: [B, T, H, P], floating point.
+    h: [H, L, P], the filter at lags of 0 to L - 1 tokens. It is 0 at longer lags. L may exceed T.
+    gate: [B, T, H, P] in x's dtype; None for 1.
+    D: [H, P]; None for 0.
+    cu_seqlens: boundaries [S + 1] of sequences packed along T, or a dsf.Packing. B is then 1.
+    form: "convolution" (by FFT), "naive" (the definition, in float64) or "auto".
+    return_state: must be False, since a filter has no state of fixed size.
 
     Source: Hyena (arXiv 2302.10866), Section 3. Raises InputError for tensors that do not fit, FormError for other
-    forms and for return_state, since a filter has no state.
+    forms and for return_state=True.
     """
     _check(x, h, gate, D)
     if return_state or form in ("recurrent", "scan", "chunk", "kernel"):

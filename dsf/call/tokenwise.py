@@ -1,7 +1,7 @@
-"""Functions of a token's own numbers, declared like recurrences: what a layer does around its recurrence.
+"""Functions of a token's own numbers, declared like recurrences: what a layer computes around its recurrence.
 
-Such a function (a norm of each head, a bonus, gates) is a chain of a dozen torch operators, each of which reads and
-writes whole tensors. Declared in the language's expressions it is printed as one kernel, with one for all gradients.
+In torch such a function (a norm of each head, a bonus, gates) is a chain of a dozen operators, each of which reads and
+writes whole tensors. Declared in the language's expressions it is printed as one kernel, and one for all gradients.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ def tokenwise(
 
 
 def tokenwise(function: Callable[..., Any] | None = None, *, by_torch: Callable[..., Tensor] | None = None) -> Any:
-    """Declare a function of a token's own numbers, by the annotations and expressions of a recurrence.
+    """Declare a function of a token's own numbers, with the annotations and expressions of a recurrence.
 
-    The function returns an expression with a Key axis, or one number a head; no input has a Value axis (annotate
-    channels Key), Steps or pairs, and nothing looks at other tokens. Raises TraceError otherwise.
+    The function returns an expression with a Key axis, or one number for each head. Inputs are Key, Scalar and Params
+    of these: channels are annotated Key, and there is no Value, Pair or Steps. Nothing may read other tokens (prev).
+    Raises TraceError otherwise, with the user's line.
 
-    by_torch: the same of tensors, for where no kernel runs, if torch has fewer operators for it than the expressions
-    (F.layer_norm for a norm of heads); it may round between them in the inputs' dtype.
+    by_torch: the same function of tensors, called where no kernel runs. It may be faster than the expressions there
+    (F.layer_norm for a norm of heads), and may round its steps to the inputs' dtype.
     """
     return (lambda f: Tokenwise(f, by_torch)) if function is None else Tokenwise(function, by_torch)
 
 
 class Tokenwise:
-    """A declared function of a token's own numbers (`dsf.tokenwise`). expression: what it computes."""
+    """A declared function of a token's own numbers, as `dsf.tokenwise` makes it. expression: what it computes."""
 
     def __init__(self, function: Callable[..., Any], by_torch: Callable[..., Tensor] | None = None) -> None:
         kinds, self.given = kinds_of(function), by_torch
@@ -101,11 +102,12 @@ class Tokenwise:
     def __call__(self, *args: Tensor, backend: str = "auto", **kwargs: Tensor) -> Tensor:
         """The result [B, T, H, N], or [B, T, H], in the dtype of the first input of tokens.
 
-        Inputs by place or name, all with H heads: Key [B, T, H, N], Scalar [B, T, H], Param[Key] [H, N], Param[Scalar]
-        [H], of any floating dtypes and strides. backend: "triton" (CUDA tensors, none float64, heads of
-        at most 1,024 entries, no second derivatives, no atan2, pair and quarter_turn; in float32, rounded once),
-        "torch", or "auto". Raises InputError
-        for inputs that do not fit the declaration.
+        Inputs are given by position or name, with any floating dtypes and strides: Key [B, T, H, N], Scalar [B, T, H],
+        Param[Key] [H, N], Param[Scalar] [H]. All have H heads.
+        backend: "triton", "torch" or "auto". The Triton kernels take CUDA tensors but float64, heads of at most 1,024
+          entries, and functions without atan2, pair and quarter_turn. They compute in float32, round the result once,
+          and have no second derivatives.
+        Raises InputError for inputs that do not fit the declaration, and for backend="triton" where it cannot run them.
         """
         tensors = self._bound(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -114,7 +116,7 @@ class Tokenwise:
         return self.run(backend, *tensors)
 
     def run(self, backend: str, *tensors: Tensor) -> Tensor:
-        """The result, of inputs in their order that fit."""
+        """The result for inputs that fit, in their order."""
         like = next(x.dtype for x, i in zip(tensors, self.inputs, strict=True) if i.kind.time)
         if not self.on_kernels(backend, tensors):
             if self.given is not None:
@@ -149,7 +151,7 @@ class Tokenwise:
         return [given[name] for name in names]
 
     def on_kernels(self, backend: str, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether the Triton kernels compute it. Raises InputError where they were asked for and cannot."""
+        """Whether the Triton kernels run. Raises InputError where they were asked for and cannot."""
         if backend not in ("auto", "torch", "triton"):
             raise InputError(f"{self.__name__}: backend is {backend!r}; there are 'auto', 'torch' and 'triton'")
         if backend == "torch" or (backend == "auto" and not _runs(tensors[0].device)):
@@ -171,7 +173,7 @@ class Tokenwise:
 
     @functools.cached_property
     def program(self) -> str:
-        """The name of its printed kernels, which are printed and registered here."""
+        """The name of this function's kernels, which the first access prints and registers."""
         from dsf.kernels.triton.pointwise.tokenwise_ops import TOKENWISE
         from dsf.triton.print_prologue import emit_tokenwise
 
@@ -180,7 +182,7 @@ class Tokenwise:
         return self.key
 
     def evaluated(self, tensors: tuple[Tensor, ...], like: torch.dtype) -> Tensor:
-        """The expression's value by torch's operators, rounded once."""
+        """The expression's value by torch's operators, rounded once to the dtype `like`."""
         wide = functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
         env, n = {}, 1
         for i, x in zip(self.inputs, tensors, strict=True):

@@ -51,29 +51,27 @@ def check(
 ) -> Report:
     """Test every law (dsf.checking.laws) on every form of a recurrence, forward and backward; report the worst errors.
 
-    against: a fast implementation of your own, called as against(*inputs) or, if it has that parameter,
-      against(*inputs, initial_state=None), returning y or (y, state); it is then checked instead of the library's
-      forms, under the same laws but those of packed sequences, decoding and grouped heads (all inputs have H).
-    ranges: of inputs whose range does not follow from the expressions (dsf.checking.ranges): {"alpha": (0, 1)}, or
-      dsf.testing.Range.
-    examples: their number for each law and dtype (shapes, regimes, cuts; dsf.testing.examples); tokens: the longest
-      sequence.
-    forms, laws, dtypes: those to test, by default all (laws that do not depend on the dtype take the first one, and
-      gradcheck only float64). device: of the tensors. seed: of the random examples.
-    backend: "auto" tests the torch forms and, on a CUDA device, the triton backend as one more form, "triton", in its
-      dtypes (not float64); "triton" tests that form alone, "torch" only the others.
+    against: a function of your own to test in place of the library's forms. It is called as against(*inputs) or, if it
+      has that parameter, against(*inputs, initial_state=None), and returns y or (y, state). All inputs have H heads.
+      The laws of packed sequences, decoding and grouped heads are left out.
+    ranges: of inputs, by name, where they do not follow from the expressions (dsf.checking.ranges): {"alpha": (0, 1)},
+      or a dsf.testing.Range.
+    examples: how many for each law and dtype (dsf.testing.examples). tokens: of the longest example.
+    forms, laws, dtypes: those to test; None: all. Laws that do not depend on the dtype take the first one; gradcheck
+      takes float64 alone. device: of the tensors. seed: of the random examples.
+    backend: "auto" tests the torch forms and, on a CUDA device, the Triton backend as one more form, "triton", in its
+      dtypes (not float64). "triton" tests that form alone, "torch" only the others.
 
-    Each error is relative and the worst over all heads and blocks of 16 tokens (dsf.checking.measure.distance); float64
-    must reach 1e-9, float32 1e-4, half precisions 2e-2, each against the float64 oracle on the same rounded inputs; in
-    half precisions errors of Params' gradients are relative to the root of the sum of squares of all tokens' parts
-    (Subject.terms).
-    Kernels are compiled for each shape, so their examples share one N, P and number of heads for each dtype.
-    backend="triton" works without a GPU where TRITON_INTERPRET=1 was set before triton was imported.
+    Errors are relative, and the worst over all heads and blocks of 16 tokens (dsf.checking.measure.distance), against
+    the float64 oracle on the same rounded inputs. They may reach 1e-9 in float64, 1e-4 in float32 and 2e-2 in half
+    precisions, where errors of Params' gradients are relative to the root of the sum of squares of all tokens' parts
+    (Subject.terms). Kernels are compiled for each shape, so their examples of a dtype share N, P and number of heads.
+    backend="triton" works without a GPU if TRITON_INTERPRET=1 was set before triton was imported.
 
-    Returns a Report: `.ok`, `print(report)`, `.brief()`, `.to_dict()`, `.raise_if_failed()`. FormError for an unknown
-    form or backend, and for backend="triton" where it cannot run the recurrence; InputError for anything but a
-    recurrence, an unknown law or input name, numbers that cannot be, a device that this machine does not have, and
-    where nothing is left to test; DsfError, saying what to install, without hypothesis.
+    Returns a Report: `.ok`, `print(report)`, `.brief()`, `.to_dict()`, `.raise_if_failed()`. Raises FormError for an
+    unknown form or backend, and for backend="triton" where it cannot run the recurrence; InputError for anything but a
+    recurrence, an unknown law or input name, numbers that do not fit, a device that this machine lacks, and where
+    nothing is left to test; DsfError, saying what to install, without hypothesis.
     """
     import dsf.testing  # noqa: F401, needs hypothesis: fail before any work
 
@@ -121,7 +119,7 @@ def _check_asked(recurrence: Any, against: Any, examples: Any, tokens: Any, seed
 
 
 def _several(given: Any) -> Any:
-    """What is given, in a tuple where it is one name or dtype alone."""
+    """A single name or dtype as a tuple; anything else as it is."""
     return (given,) if isinstance(given, str | torch.dtype) else given
 
 

@@ -65,7 +65,7 @@ def draw_tensor(allowed: Range, regime: str, shape: list[int], kind: Kind, seed:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Base of what is drawn: fields that all have defaults, those of the smallest."""
+    """Base of randomly drawn objects. All fields have defaults, which are those of the smallest object."""
 
     def __repr__(self) -> str:
         """Source text with only the fields that differ from the smallest."""
@@ -86,12 +86,16 @@ class Drawn:
 class Example(Drawn):
     """Inputs of one check.
 
-    batch, tokens, heads, n, p: B, T, H, N (+ 1 where it must be even), P. dtype: of the per-token inputs, "float64" and
-    so on (Params are float32 when it is a half precision). groups: heads of the inputs that have fewer than H.
-    regimes: of each input (regimes_of), by default the plainest. initial: whether there is an initial state. cuts:
-    increasing places between 0 and T at which a law cuts the sequence, begins the future or separates packed sequences.
-    empties: numbers of boundaries (0, the cuts and T; modulo their count) at which packed sequences without tokens lie.
-    seed: of the numbers.
+    batch, tokens, heads, n, p: B, T, H, N (one more where it must be even) and P.
+    dtype: of inputs of tokens, such as "float64"; beside a half precision Params are float32.
+    groups: the number of heads of each input that has fewer than H.
+    regimes: of each input (`regimes_of`); by default the plainest.
+    initial: whether there is an initial state.
+    cuts: increasing places between 0 and T at which a law cuts the sequence, lets the future begin or separates packed
+      sequences.
+    empties: the boundaries at which a packed sequence without tokens lies, by their numbers among 0, the cuts and T
+      (modulo their count).
+    seed: of the random numbers.
     """
 
     batch: int = 1
@@ -142,7 +146,7 @@ class Example(Drawn):
     def state(
         self, recurrence: Recurrence, ranges: Mapping[str, Range], device: torch.device | str = "cpu", rows: int = 0
     ) -> State | None:
-        """The initial state, the final state of a few other tokens; None unless `initial`. rows: instead of B."""
+        """The initial state, the final state of a few other tokens; None unless `initial`. rows: in place of B."""
         if not self.initial:
             return None
         before = replace(self, batch=rows or self.batch, tokens=PREFIX, regimes={}, seed=self.seed + 1)

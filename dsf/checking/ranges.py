@@ -1,7 +1,7 @@
 """The range of each input, inferred from the traced expressions, so that checks draw sensible inputs.
 
-The rule: states stay bounded and every expression stays inside its domain. Where random real inputs already
-satisfy this (a decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded; else the inputs' ranges are narrowed.
+The rule: states stay bounded and every expression stays inside its domain. If random real inputs satisfy this (a
+decay exp(-softplus(x)), a key l2norm(k)), nothing is demanded. Else the inputs' ranges are narrowed.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Given = Mapping[str, "Range | tuple[float, float]"]
 
 
 def ranges_of(spec: Spec, given: Given | None = None) -> dict[str, Range]:
-    """A range for every input: the user's, else the one that the expressions demand.
+    """A range for every input, by name: the user's, else the one that the expressions demand.
 
     The demands, in this order:
 
-    * domain: denominators, arguments of log, sqrt, rsqrt and what is raised to powers other than integers positive;
-      arguments of log1p above -1; those of phi1, which grows as exp, at most 0; a part of a complex rate that divides
-      and is bounded by 0 is not 0, lest the other is, too;
+    * domain: denominators, arguments of log, sqrt, rsqrt and bases of powers other than integers are positive;
+      arguments of log1p are above -1; those of phi1, which grows as exp, are at most 0; a part of a complex rate that
+      is bounded by 0 and divides is not 0, since the other part may be 0;
     * decay: between -1 and 1 (an input that is a factor of it lies in [0, 1], one whose exponential is, in (-∞, 0];
-      g of a mixture g · x + (1 - g) · y in [0, 1]);
-    * corrections Σ scale · left rightᵀ, R of them, no larger than 2/R each: left and right of length one, and an input
-      that is a factor of scale (DeltaNet's β) in [0, 2/R];
-    * solves: weights of squares not negative, the ridge positive;
-    * quotients: what is added to den is not negative (a sink's weight); where nothing guards them, den stays away from
-      0, so readout, key and the factors beside it are positive.
+      the share g of a mixture g · x + (1 - g) · y in [0, 1]);
+    * corrections Σ scale · left rightᵀ, R of them: each at most 2/R. left and right have length one, and an input that
+      is a factor of scale (DeltaNet's β) lies in [0, 2/R];
+    * solves: weights of squares are not negative, the ridge is positive;
+    * quotients: what is added to den (a sink's weight) is not negative. Where nothing else keeps den away from 0,
+      readout, key and the factors beside it are positive.
 
-    Where decays are then still larger, all is demanded again of inputs that first get a sign, if decays are legal with
-    one sign alone (a rate as the argument of `zoh`, which divides by it, `bilinear` or `euler`).
+    If decays are still larger, and are legal only with one sign of some inputs (a rate as the argument of `zoh`, which
+    divides by it, `bilinear` or `euler`), these inputs first get that sign, and all is demanded again.
 
-    Raises InputError for a name the recurrence does not have or a range that is empty.
+    Raises InputError for a name that the recurrence does not have, and for an empty range.
     """
     return _infer(spec, given, APART)[0]
 
 
 def legal_ranges(spec: Spec, given: Given | None = None) -> tuple[dict[str, Range], frozenset[str]]:
-    """The legal ranges of a call's inputs, and the names of those that are sufficient but not necessary.
+    """(the legal ranges of a call's inputs, the names of inputs whose range is sufficient but not necessary).
 
-    As `ranges_of`, but positive inputs may be arbitrarily near 0. A range is not necessary where the demand on an
-    expression was divided among several inputs (a + b ≤ 1: either may be larger when the other is smaller), so that an
-    input outside it need not be wrong.
+    As `ranges_of`, but positive inputs may be arbitrarily near 0. A range is not necessary where the demand on one
+    expression was divided among several inputs (a + b ≤ 1: a may be larger if b is smaller), so that an input outside
+    it need not be wrong.
     """
     return _infer(spec, given, TINY)
 

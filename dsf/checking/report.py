@@ -17,7 +17,7 @@ SHOWN, MOST = 3, 12  # of the brief report: failures in full, lines of the table
 class Row:
     """The worst relative error of one quantity of one form under one law, over all examples.
 
-    tolerance: the largest error allowed, 0 where the law is exact. example: where the worst error arose.
+    tolerance: the largest error that is allowed, 0 where the law is exact. example: the one with the worst error.
     """
 
     law: str
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Failure:
-    """A broken law: the worst row of one form, its example as simplified by Hypothesis, and code to repeat it."""
+    """A broken law: the worst row of one form, the simplest example that Hypothesis found, and code to repeat it."""
 
     row: Row
     statement: str
@@ -58,8 +58,8 @@ class Failure:
 class Report:
     """The result of dsf.check for one recurrence.
 
-    ranges: the inputs' ranges, as text. rows: worst errors. failures: one for each broken law and form. examples: their
-    number; seconds: the duration.
+    ranges: the inputs' ranges, as text. rows: the worst errors. failures: one for each broken law and form. examples:
+    how many were tested. seconds: how long it took.
     """
 
     recurrence: str
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def worst(self) -> Row | None:
-        """The row with the largest ratio of error to tolerance, without exact laws."""
+        """The row with the largest error relative to its tolerance, exact laws left out; None without rows."""
         graded = [r for r in self.rows if r.tolerance]
         return max(graded, key=lambda r: r.error / r.tolerance, default=None)
 
@@ -127,7 +127,7 @@ class Report:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON; an error that is not finite becomes the string "inf"."""
+        """The report as plain data for JSON. An error that is not finite becomes the string "inf"."""
         return {
             "recurrence": self.recurrence,
             "structure": self.structure,

@@ -37,25 +37,25 @@ ROUNDINGS = 8  # units in the last place by which a number may exceed its range
 
 
 class validate(ContextDecorator):
-    """Within `with dsf.validate():` every call and step of this thread is checked.
+    """Check every call and step of this thread: `with dsf.validate():`, or as a decorator of a function.
 
-    * Inputs are finite and in their ranges, those that `dsf zoo NAME` prints: factors of decays in [0, 1], keys of
-      delta rules of unit length (a shorter one, such as a padded token's, is let through), arguments of logarithms and
+    * Inputs are finite and in their ranges, which `dsf zoo NAME` prints: factors of decays in [0, 1], keys of delta
+      rules of unit length (shorter ones, such as padded tokens', are let through), arguments of logarithms and
       denominators above 0. Where the declaration bounds a sum or product of several inputs, its value is checked.
-      Rounding by 8 units in the last place (of float32, for float64) is allowed.
+      Inputs may exceed a range by 8 units in the last place of their dtype, in float64 by 8 of float32.
     * Initial states are finite, and so are outputs and final states.
 
-    ranges: instead of inferred ones, by input ("alpha") or by recurrence and input ("gated_deltanet.alpha"): (low,
-    high), a dsf.testing.Range, or None for any finite number. A warning at the end lists names that no call had.
-    enabled: False switches validation by DSF_VALIDATE=1 or an outer `with` off within this one.
+    ranges: in place of inferred ranges, by input ("alpha") or by recurrence and input ("gated_deltanet.alpha"): (low,
+      high), a dsf.testing.Range, or None for any finite number. A warning at the end lists names that no call had.
+    enabled: False: check nothing inside this `with`, whatever DSF_VALIDATE=1 or a `with` around it says.
 
-    DSF_VALIDATE=1 in the environment, read when dsf is imported, does the same for the whole process. A call costs
-    a pass over every tensor and a wait for the GPU; switched off, a test of one module variable. Not checked, with one
-    warning: compiled graphs (torch.compile), CUDA graphs under capture, torch.func's transformations, the meta device
-    and subclasses of Tensor. Gradients are not checked: use torch.autograd.detect_anomaly.
+    DSF_VALIDATE=1 in the environment, read when dsf is imported, checks the whole process. A call costs a pass over
+    every tensor and a wait for the GPU; without validation, a test of one variable. Not checked, with one warning:
+    compiled graphs (torch.compile), CUDA graphs under capture, torch.func's transformations, the meta device and
+    subclasses of Tensor. Gradients are not checked: use torch.autograd.detect_anomaly.
 
-    Raises InputError that names the recurrence, the input, batch row (or packed sequence), token and head, the value
-    and the range; and InputError for a range that is empty, or a "recurrence.input" that the recurrence does not have.
+    Calls raise InputError, which names the recurrence, the input, the batch row (or packed sequence), token and head,
+    the value and the range. An empty range, and a "recurrence.input" that the recurrence lacks, raise it, too.
     """
 
     def __init__(self, *, ranges: GivenRanges | None = None, enabled: bool = True) -> None:
@@ -77,7 +77,7 @@ class validate(ContextDecorator):
 
 
 class Guard:
-    """The checks of calls. given: the user's ranges."""
+    """The checks of calls. given: the user's ranges, as in `validate`."""
 
     def __init__(self, given: GivenRanges | None = None) -> None:
         self.given = {
@@ -88,14 +88,14 @@ class Guard:
         self.unused = set(self.given)  # names that no call had
 
     def end(self) -> None:
-        """Warn once of ranges whose names no call had."""
+        """Warn, once, of the user's ranges whose names no call had."""
         if self.unused and len(self.known):
             names = ", ".join(f"`{name}`" for name in sorted(self.unused))
             warnings.warn(f"dsf.validate: no call had an input {names}, for which ranges holds one", stacklevel=3)
             self.unused = set()
 
     def inputs(self, spec: Spec, bound: Bound, bounds: Bounds, state: Any) -> None:
-        """Raise InputError for inputs out of range, or inputs or an initial state that are not finite."""
+        """Raise InputError for inputs out of range, and for inputs or an initial state that are not finite."""
         if not self._looks(spec, (*bound.tensors.values(), *_parts(state))):
             return
         with torch.no_grad():
@@ -163,7 +163,7 @@ class Where:
         self.bounds = bounds.tolist() if isinstance(bounds, Tensor) else bounds
 
     def __call__(self, layout: Sequence[str], index: Sequence[int]) -> str:
-        """As in: batch row 0, token 17, head 2; packed with the sequence instead of the row."""
+        """Such as "batch row 0, token 17, head 2", for packed sequences with the sequence in place of the row."""
         at = dict(zip(layout, index, strict=True))
         if "T" in at and self.bounds is not None:
             sequence = bisect.bisect_right(self.bounds, at["T"]) - 1

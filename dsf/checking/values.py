@@ -22,7 +22,7 @@ PROBE_TOKENS, PROBE_HEADS, PROBE_KEYS, PROBE_CHANNELS = 16, 16, 3, 2
 
 @dataclass(frozen=True)
 class Range:
-    """The values an input may take: low ≤ x ≤ high entry by entry; unit: vectors of length one, of a Key or a Value."""
+    """The values that an input may take: low ≤ x ≤ high in every entry; unit: vectors of length one (Key or Value)."""
 
     low: float = -INF
     high: float = INF
@@ -50,7 +50,7 @@ UNIT = Range(unit=True)
 
 
 def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range:
-    """A user's range of an input as a Range. Raises InputError, naming the owner, unless it is one."""
+    """A user's range of an input as a Range. Raises InputError, which names the owner, for what is no range."""
     try:
         low, high = (value.low, value.high) if isinstance(value, Range) else value
         found = value if isinstance(value, Range) else Range(float(low), float(high))
@@ -62,12 +62,13 @@ def as_range(owner: str, name: str, value: Range | tuple[float, float]) -> Range
 
 
 def key_axis(kind: Kind) -> int:
-    """The axis of the vectors that have a length, counted from the last one: Key's, or of a Value its channels."""
+    """The axis of vectors that have a length, counted from the end: the Key axis, or the channels of a Value."""
     return -2 if kind.axes == {KEY, VALUE} else -1
 
 
 def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
-    """Standard normal numbers mapped into a range: unchanged, squashed, as distances from a bound, or normalised."""
+    """Standard normal numbers mapped into a range. Without bounds they stay; with two they are squashed, with one they
+    become distances from it; unit vectors are normalised."""
     if allowed.unit:
         return normal / normal.norm(dim=key_dim, keepdim=True).clamp(min=1e-12)
     if allowed.is_real:
@@ -81,7 +82,7 @@ def plain(allowed: Range, normal: Tensor, key_dim: int) -> Tensor:
 
 
 def probe_inputs(spec: Spec, ranges: Mapping[str, Range]) -> dict[str, Tensor]:
-    """Random values of every input, on which demands are tested."""
+    """Random values of every input, with which the demands on ranges are tested."""
     generator = torch.Generator().manual_seed(0)
     keys = spec.keys_of(PROBE_KEYS)
     inputs = {}
