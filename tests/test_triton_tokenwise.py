@@ -198,6 +198,13 @@ def test_what_no_kernel_computes_is_computed_by_torch(monkeypatch):
         spun(k, s, backend="triton")
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs kernels on a CPU")
+def test_kernels_that_are_asked_for_on_a_cpu_are_refused():
+    q, a = torch.randn(1, 3, 2, 4), torch.randn(2)
+    with pytest.raises(InputError, match="overlap: backend='triton' was asked for, but its kernels need CUDA tensors"):
+        overlap(q, q, a, backend="triton")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_threads_print_it_and_call_it(backend):
     @dsf.tokenwise

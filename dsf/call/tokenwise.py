@@ -28,6 +28,7 @@ from dsf.language.places import noting
 from dsf.language.primitives import BY_TORCH_ALONE
 from dsf.language.trace import line_of
 from dsf.torch.evaluate import Evaluator
+from dsf.triton.choose import absence
 from dsf.triton.support import refusal
 
 LARGEST = 1024  # most entries of a head in the GPU kernels
@@ -167,6 +168,9 @@ class Tokenwise:
                 raise InputError(
                     f"{self.__name__}: the kernels take float32, bfloat16 and float16 and heads of at most {LARGEST}"
                 )
+            absent = absence(tensors[0].device)
+            if absent is not None:
+                raise InputError(f"{self.__name__}: backend='triton' was asked for, but {absent}")
             return True
         placed = any(hasattr(x, "device_mesh") for x in tensors)
         return fits and not placed and not is_transformed(tensors)
