@@ -20,15 +20,15 @@ GIB = 1 << 30
 
 
 class RecordingError(DsfError):
-    """The error for a recording that would exceed its limit, and for a request of something not recorded."""
+    """A recording would exceed its limit, cannot be made, or does not hold what was asked for."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of one layer.
+    """One run of one layer's recurrence.
 
-    call: number of the layer's call. part: number of the run within the call (Zamba has several). backward: the tokens
-    are in reversed order.
+    call: the number of the layer's call, from 0. part: the number of the run within the call (Zamba has several), from
+    0. backward: whether the tokens are in reversed order.
     """
 
     layer: Layer
@@ -40,10 +40,10 @@ class Entry:
 
 @dataclass
 class Recording:
-    """The trajectories of a forward pass, in the order in which the layers ran.
+    """The trajectories of forward passes, in the order in which the layers ran.
 
-    bytes: size of the recording in memory; limit: its maximum. `trajectory(layer)` finds one; iteration yields all
-    entries.
+    bytes: what the recording holds in memory. limit: the most bytes that it may hold. `trajectory(layer)` finds one
+    trajectory; iteration yields all entries.
     """
 
     limit: int
@@ -58,11 +58,11 @@ class Recording:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the recorded layers, each once."""
+        """The names of the recorded layers, each once."""
         return tuple(dict.fromkeys(e.layer.name for e in self.entries))
 
     def trajectory(self, layer: str, call: int = 0, part: int = 0) -> Trajectory:
-        """The trajectory of a layer's call. Raises RecordingError if there is none, naming the recorded ones."""
+        """The trajectory of a layer's call. Raises RecordingError, with the recorded names, if there is none."""
         for entry in self.entries:
             if (entry.layer.name, entry.call, entry.part) == (layer, call, part):
                 return entry.trajectory
@@ -81,20 +81,23 @@ def record(
     dtype: torch.dtype | None = None,
     visit: Callable[[Entry], None] | None = None,
 ) -> Iterator[Recording]:
-    """Record the trajectories of a converted model's layers inside the block.
+    """Record the trajectories of a converted model's layers inside a `with` block.
 
         with dsf.analysis.record(converted) as rec:
             converted.model(ids)
         dsf.analysis.measures.half_life(rec.trajectory("model.layers.0.linear_attn"))
 
-    layers: names, or a predicate on a Layer (default: all). heads, batch: slices. tokens: at most so many of each call,
-    from its first. dtype: convert to this floating type before the trajectory is computed (float64 for precise
-    measures). limit: bytes. visit: called with every entry instead of keeping it, so that memory for a single run
-    suffices. Trajectories stay structured (A is never made dense) and carry no gradients.
+    layers: names, or a function of a Layer that says whether to record it; None: all.
+    heads, batch: slices of heads and of sequences; None: all.
+    tokens: record at most so many tokens of each call, from its first; None: all.
+    limit: the most bytes of the recording.
+    dtype: what inputs are converted to before the trajectory is computed (float64 for precise measures).
+    visit: a function that gets every entry. Entries are then not kept, so that memory for one run is enough.
 
-    Raises RecordingError for unknown layers, for `tokens` below 1, for packed sequences and for padding among what is
-    recorded of a recurrence, for attention layers of dsf.mixers that go on from a cache, and for a recording that would
-    exceed the limit, before its memory is allocated.
+    A trajectory holds A in parts, never as a dense matrix, and has no gradients. Raises RecordingError for unknown
+    layers, for `tokens` below 1, for packed sequences or padding in what is recorded of a recurrence, for attention
+    layers of dsf.mixers that go on from a cache, and, before any memory is allocated, for a recording that would exceed
+    the limit.
     """
     if tokens is not None and tokens < 1:
         raise RecordingError(f"record: tokens is {tokens}, expected at least 1")
@@ -151,7 +154,7 @@ def record(
 
 
 def size_of(trajectory: Trajectory) -> int:
-    """Bytes of a trajectory; tensors that share memory count once."""
+    """The bytes of a trajectory. Tensors that share memory count once."""
     return sum(x.nbytes for x in {x.data_ptr(): _stored(x) for x in _tensors(trajectory)}.values())
 
 

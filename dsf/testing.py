@@ -39,27 +39,28 @@ EMPTIES = st.lists(st.integers(0, 4), max_size=3).map(tuple)  # where sequences 
 
 
 def dtypes(*names: str) -> st.SearchStrategy[str]:
-    """Names of input dtypes, float64 the simplest."""
+    """Names of input dtypes, among `names` or, without any, among all four. The first is the simplest."""
     return st.sampled_from(names or ("float64", "float32", "bfloat16", "float16"))
 
 
 def shapes(
     tokens: tuple[int, int] = (1, 130), heads: int = 4, n: int = 5, p: int = 5, batch: int = 3
 ) -> st.SearchStrategy[tuple[int, int, int, int, int]]:
-    """(B, T, H, N, P) up to the given sizes: T of 1, odd, around powers of two; N, P of any size."""
+    """Sizes (B, T, H, N, P). tokens: the least and the most T, which is drawn as by `lengths`. heads, n, p, batch: the
+    most H, N, P and B."""
     sizes = (st.integers(1, batch), lengths(*tokens), st.integers(1, heads), st.integers(1, n), st.integers(1, p))
     return st.tuples(*sizes)
 
 
 def lengths(shortest: int = 1, longest: int = 130) -> st.SearchStrategy[int]:
-    """Numbers of tokens; half of them are near 16, 32, 64 or 128, where chunks end."""
+    """Numbers of tokens from shortest to longest. Half of them are near 16, 32, 64 or 128, where chunks end."""
     edges = [t for e in (16, 32, 64, 128) for t in (e - 1, e, e + 1) if shortest <= t <= longest]
     plain = st.integers(shortest, longest)
     return st.one_of(plain, st.sampled_from(edges)) if edges else plain
 
 
 def cuts(tokens: int, most: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
-    """Up to `most` increasing places between 0 and `tokens` where a sequence is cut; at least one if T > 1."""
+    """Places where a sequence of `tokens` tokens is cut: increasing, at most `most`, and at least one if tokens > 1."""
     if tokens < 2:
         return st.just(())
     places = st.sets(st.integers(1, tokens - 1), min_size=1, max_size=min(most, tokens - 1))
@@ -67,35 +68,36 @@ def cuts(tokens: int, most: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def packings(tokens: int, most: int = 3) -> st.SearchStrategy[Tensor]:
-    """cu_seqlens of sequences that fill `tokens`, some of them maybe empty."""
+    """cu_seqlens of packed sequences with `tokens` tokens in all, cut at `most` places at most. Some may be empty."""
     drawn = st.tuples(cuts(tokens, most), EMPTIES)
     return drawn.map(lambda x: torch.tensor(Example(tokens=tokens, cuts=x[0], empties=x[1]).packed_bounds))
 
 
 def groups(heads: int) -> st.SearchStrategy[int]:
-    """Head counts that divide `heads`, all of them the simplest."""
+    """Numbers of heads that divide `heads`. Hypothesis takes `heads` itself for the simplest."""
     return st.sampled_from([g for g in range(heads, 0, -1) if heads % g == 0])
 
 
 def tensors(shape: tuple[int, ...], allowed: Range = REAL, kind: Kind | None = None) -> st.SearchStrategy[Tensor]:
-    """float64 tensors [B, T, ...] with entries in a range, in a regime of `dsf.checking.examples.regimes_of`."""
+    """float64 tensors of this shape [B, T, ...] with entries in a range, drawn in one of the regimes of
+    `dsf.checking.examples.regimes_of`. kind: of the input that the tensor is for."""
     kind = kind or (Value.kind if len(shape) > 3 else Kind(frozenset()))  # type: ignore[attr-defined]
     regimes = st.sampled_from(tensor_regimes(allowed))
     return st.builds(lambda regime, seed: draw_tensor(allowed, regime, list(shape), kind, seed), regimes, SEEDS)
 
 
 def gates(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
-    """Decays: anywhere in [0, 1], within 1e-30 of 0, within 1e-16 of 1, exactly 0 and exactly 1."""
+    """Decays of this shape: anywhere in [0, 1], within 1e-30 of 0, within 1e-16 of 1, and exactly 0 and 1."""
     return tensors(shape, Range(0.0, 1.0))
 
 
 def betas(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
-    """Writing strengths of the delta rule: anywhere in [0, 2], exactly 0, 1 and 2."""
+    """Writing strengths of the delta rule of this shape: anywhere in [0, 2], and exactly 0, 1 and 2."""
     return tensors(shape, Range(0.0, 2.0))
 
 
 def keys(shape: tuple[int, int, int, int]) -> st.SearchStrategy[Tensor]:
-    """Unit vectors [B, T, H, N]: random, the same at every token, two in turn, one-hot."""
+    """Unit vectors of this shape [B, T, H, N]: random, the same at every token, two in turn, or one-hot."""
     return tensors(shape, UNIT, Key.kind)  # type: ignore[attr-defined]
 
 
@@ -106,7 +108,8 @@ def examples(
     dtype: str = "float64",
     plain: bool = False,
 ) -> st.SearchStrategy[Example]:
-    """`Example`s of a recurrence. plain: every input in its plainest regime, all other sizes at most 2."""
+    """`Example`s of a recurrence. ranges: as in `dsf.check`. tokens: the least and the most T. dtype: of the inputs.
+    plain: every input in its plainest regime, all sizes but T at most 2."""
     spec, allowed = recurrence.spec, ranges_of(recurrence.spec, ranges)
     timed = tuple(i.name for i in spec.inputs if i.kind.time)
     ways = {i.name: regimes_of(spec, i.name, allowed[i.name]) for i in spec.inputs}
@@ -143,7 +146,8 @@ def inputs_for(
     tokens: tuple[int, int] = (1, 130),
     dtype: str = "float64",
 ) -> dict[str, Tensor]:
-    """Valid inputs of any recurrence, by name. ranges: as in `dsf.check`, instead of the inferred ones."""
+    """Valid inputs of any recurrence, {name: tensor}. ranges: as in `dsf.check`. tokens: the least and the most T.
+    dtype: of the inputs."""
     allowed = ranges_of(recurrence.spec, ranges)
     example: Example = draw(examples(recurrence, ranges, tokens, dtype))
     return example.inputs(recurrence, allowed)
@@ -151,7 +155,7 @@ def inputs_for(
 
 @st.composite
 def simpler(draw: Any, example: Example) -> Example:
-    """Examples of which every field is the given one's or simpler."""
+    """Examples with the fields of the given one, or simpler ones."""
 
     def some(simple: int, same: Any) -> Any:
         """0 … simple - 1 or `same`, as one choice, so that Hypothesis can go from the second to the first."""

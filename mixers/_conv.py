@@ -22,13 +22,13 @@ LONG = 1024  # tokens from which on convolutions of more taps than the kernels c
 
 
 class ShortConv(nn.Conv1d):
-    """Depthwise causal convolution of K taps along time, then `activation` (SiLU by default, None for none).
+    """Depthwise causal convolution of K = d_conv taps along time, then `activation` (None: none).
 
-    As a dynamical system: K-1 numbers a channel, a nilpotent shift. Its state is the last K-1 inputs, zeros
-    before the start. weight is [C, 1, K] and bias [C], as in every released model that has one. pieces: the
-    parts of the channels (see `heads_of`) that become separate outputs; by default one output of all channels.
-    blur: initialise the newest tap near one and the others by blur times torch's bounds; None: all taps like torch, a
-    random mixture of the last K inputs.
+    Its state is the last K - 1 inputs of each channel, zeros before a sequence begins. weight is [C, 1, K] and bias
+    [C], as in released models.
+    pieces: parts of the channels (`heads_of`) that become separate outputs; None: one output of all channels.
+    blur: initialise the newest tap near one, the others within blur times torch's bounds; None: all taps as torch does,
+      which is a random mixture of the last K inputs.
     """
 
     def __init__(
@@ -60,11 +60,12 @@ class ShortConv(nn.Conv1d):
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
         spread: Callable[[Tensor, Tensor | None], tuple[tuple[Tensor, ...], Tensor]] | None = None,
     ) -> tuple[Any, Tensor]:  # fmt: skip
-        """x: [B, T, C] -> (y [B, T, C], state [B, C, K-1]). With cu_seqlens [S+1] B = 1, state has S rows.
+        """x [B, T, C] -> (y [B, T, C], the new state [B, C, K - 1]).
 
-        y: a tuple of the pieces [B, T, width] where the module has any. in_place: the state is overwritten, for one
-        token a sequence and without gradients (decoding). spread: convolves x, a rank's tokens, from the state of the
-        whole sequence, with `spreads` (dsf.parallel). Raises InputError for an x or a state of other sizes.
+        y: a tuple of the pieces [B, T, width] if the module has any. cu_seqlens: boundaries [S + 1] of packed
+        sequences; then B is 1, and states have S rows. in_place: overwrite the state, for one token of each sequence
+        without gradients. spread: a function that convolves x, a rank's tokens, from the state of the whole sequence,
+        with `spreads` (dsf.parallel). Raises InputError for an x or a state of other sizes.
         """
         self._check(x, state, cu_seqlens)
         own = self.activation in (None, F.silu)
@@ -126,9 +127,9 @@ class ShortConv(nn.Conv1d):
 
 
 class TokenShift(nn.Module):
-    """x_t -> x_{t-1}: a short convolution of 2 taps, (1, 0). Its state is the last token, zeros before the start.
+    """x_t -> x_{t-1}, a short convolution with the two taps (1, 0). Its state is the last token, zeros at first.
 
-    Calls and attributes are those of `ShortConv`; the layer mixes the two tokens.
+    It is called as a `ShortConv` is and has the same attributes. The layer mixes the two tokens.
     """
 
     kernel_size = (2,)
@@ -145,7 +146,8 @@ class TokenShift(nn.Module):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x: [B, T, C] -> (the tokens before [B, T, C], state [B, C, 1]). With cu_seqlens [S+1] B = 1, S rows."""
+        """x [B, T, C] -> (the token before each [B, T, C], the new state [B, C, 1]). With cu_seqlens [S + 1] B is 1,
+        and states have S rows."""
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         first = x.new_zeros(rows, x.shape[2]) if state is None else state[..., 0].to(x.dtype)
         if cu_seqlens is None:
@@ -171,7 +173,8 @@ def _newest_first(*shape: int, blur: float) -> Tensor:
 
 
 def heads_of(sizes: Sequence[int], lengths: Sequence[float | None] = ()) -> tuple[Piece, ...]:
-    """Pieces of heads: sizes H1, D1, H2, D2, … as in `split_heads`; lengths: the heads' norms, None for unchanged."""
+    """The pieces of `ShortConv` that are heads. sizes: H1, D1, H2, D2, … as in `split_heads`. lengths: the norm that
+    the heads of each piece get; None: they keep theirs."""
     counts, widths = sizes[::2], sizes[1::2]
     lengths = lengths or [None] * len(counts)
     return tuple(
@@ -183,9 +186,10 @@ def heads_of(sizes: Sequence[int], lengths: Sequence[float | None] = ()) -> tupl
 def split_heads(
     u: Tensor | tuple[Tensor, ...], sizes: Sequence[int], lengths: Sequence[float | None] = ()
 ) -> tuple[Tensor, ...]:
-    """[B, T, H1·D1 + H2·D2 + …] -> [B, T, H1, D1], [B, T, H2, D2], …, with heads normalised to Euclidean `lengths`.
+    """u [B, T, H1·D1 + H2·D2 + …] -> [B, T, H1, D1], [B, T, H2, D2], …
 
-    u: one tensor, or the outputs of a `ShortConv` with these pieces, already normalised. sizes: H1, D1, H2, …
+    u: one tensor, or the outputs of a `ShortConv` with these pieces, which has normalised them. sizes: H1, D1, H2, …
+    lengths: the Euclidean norm that the heads of each part get; None: they keep theirs.
     """
     counts, widths = sizes[::2], sizes[1::2]
     if isinstance(u, tuple):

@@ -41,8 +41,9 @@ class TimeStep(Owner):
 class MambaBlock(Mixer):
     """The block of S6 and Longhorn: in_proj to (x, z), convolution, recurrence, gate silu(z), out_proj.
 
-    One head whose value axis is the d_inner = expand · d_model channels, unless a subclass gives each channel a head of
-    its own. bare: neither convolution nor z.
+    It has d_inner = expand · d_model channels. They are the Value axis of one head, unless a subclass makes each
+    channel a head. dt_rank: numbers that the map to the time steps goes through; None: d_model / 16, rounded up. bare:
+    neither convolution nor z.
     """
 
     beside = ("in_proj",)
@@ -90,7 +91,7 @@ class MambaBlock(Mixer):
 
     @property
     def channels(self) -> int:
-        """Of this rank: d_inner where it has them all."""
+        """The number of this rank's channels; d_inner without ranks."""
         heads, _, p = self.dims
         return heads * p
 

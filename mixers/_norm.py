@@ -19,10 +19,10 @@ __all__ = ["GatedRMSNorm", "LayerNorm", "gated", "layer_norm", "normed"]
 
 
 class GatedRMSNorm(nn.RMSNorm):
-    """RMSNorm over the last axis in `groups` equal parts, with an optional gate before or after it.
+    """RMSNorm of `groups` equal parts of the last axis, with an optional gate before it or after it.
 
-    Mamba-2 gates first (gate_first=True); Gated DeltaNet norms each head, then gates. activation: the gate's, "silu"
-    or "sigmoid". gate None: no gate. Computed in at least float32, and rounded once to the dtype of x.
+    gate_first: multiply by the gate before the norm, as Mamba-2 does; False: after it, as Gated DeltaNet does.
+    activation: of the gate, "silu" or "sigmoid". Computed in at least float32, and rounded once to the dtype of x.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class GatedRMSNorm(nn.RMSNorm):
         self.shares: Shares | None = None  # the ranks that share the channels of one group
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x, gate: [..., dim] -> [..., dim]."""
+        """x and gate [..., dim] -> [..., dim]. gate: None for no gate."""
         if self.shares is not None:
             return self._shared(x, gate, 1e-5 if self.eps is None else self.eps, self.shares)
         return self.fused(x, gate)
 
     def fused(self, x: Tensor, gate: Tensor | None, then: Tensor | None = None) -> Tensor:
-        """The norm and the gate, then the map of this weight, if any."""
+        """The norm and the gate; then: the weight of a linear map that follows, or None."""
         eps = 1e-5 if self.eps is None else self.eps
         how = (self.groups, self.gate_first, self.activation, eps)
         return gated_rms_norm(x, self.weight, gate, *how, then=then)
@@ -59,8 +59,8 @@ class GatedRMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, computed in float32 at least on a CPU, where torch adds up the gradients of half-precision weights and
-    biases in their own type: of 4,000 tokens' the sum of a bfloat16 bias is off by a half."""
+    """torch's LayerNorm. On a CPU it is computed in float32 at least: there torch adds up gradients of half-precision
+    weights and biases in their own dtype, so that the sum of a bfloat16 bias over 4,000 tokens is off by a half."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim] -> the same shape and dtype."""
@@ -77,9 +77,9 @@ def layer_norm(y: Expr, eps: float = 1e-5) -> Expr:
 
 
 def normed(norm: nn.Module, y: Tensor, gate: Tensor | None, then: nn.Module) -> Tensor:
-    """then(norm(y, gate)), with the heads of y [B, T, H, P] as one row for `then`.
+    """then(norm(y, gate)), for y [B, T, H, P] or [B, T, channels]; `then` gets all heads as one row.
 
-    Where both are plain, a GPU's gradients make the norm's result again, and it is not kept for them.
+    If both are plain modules, a GPU's backward pass computes the norm's result again, so that it need not be kept.
     """
     if type(norm) is GatedRMSNorm and norm.shares is None and not hooked(norm):
         weight = weight_for(then, y)

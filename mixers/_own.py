@@ -1,4 +1,4 @@
-"""Modules' own parameters: their initialisation, rates that stay float32, and exemptions from weight decay."""
+"""Modules' own parameters: initial values, rates that stay float32, and which have no weight decay."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Kind = Literal["matrix", "vector", "rate", "constant"]
 
 
 class Owner(Sized):
-    """A module that fills its own parameters, and those only, so that modules may be reset in any order.
+    """A module that initialises its own parameters, and not those of its children, so that the order does not matter.
 
-    `reset_parameters` draws them again as the constructor did: after `to_empty` of a module made on the meta device,
-    as FSDP does it for one module after another. Children fill theirs. Constructors of subclasses check their arguments
-    first (`_sizes.checked`).
+    `reset_parameters` draws them again as the constructor did. FSDP calls it for one module after another, after
+    `to_empty` of a model made on the meta device. Constructors of subclasses first check their arguments
+    (`_sizes.checked`).
     """
 
     behind = False  # True: what the layer is given comes from a launch of its model, which writes no weights
@@ -36,8 +36,8 @@ class Owner(Sized):
     def own(self, name: str, start: Start, *shape: int, kind: Kind = "matrix") -> None:
         """Register a parameter of this shape with the initial values start(*shape).
 
-        kind: "matrix"; "vector", without weight decay; "rate", a vector that stays float32 when the module is cast to a
-        shorter type, as decays near 1 are computed from it; "constant", a buffer in float32 like a rate, not saved.
+        kind: "matrix"; "vector", which has no weight decay; "rate", a vector that stays float32 when the module is cast
+          to half precision, as decays near 1 are computed from it; "constant", a float32 buffer that is not saved.
         """
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         tensor = torch.empty(shape, dtype=wide if kind in ("rate", "constant") else None)
@@ -49,7 +49,7 @@ class Owner(Sized):
         self._fill(name)
 
     def reset_parameters(self) -> None:
-        """Initialise this module's own parameters like its constructor, without its children's."""
+        """Initialise this module's own parameters as its constructor did, but not its children's."""
         for name in self.starts:
             self._fill(name)
 
@@ -60,7 +60,7 @@ class Owner(Sized):
                 self._fill(name)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the own parameters without weight decay (a convention of timm)."""
+        """The names of this module's own parameters without weight decay, as timm's convention has it."""
         return {name for name, kind in self.kinds.items() if kind in ("vector", "rate")}
 
     def _fill(self, name: str) -> None:
@@ -196,12 +196,12 @@ class StartLinear(nn.Linear):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """A model's parameters in two optimizer groups: [with weight decay, without], each in the model's order.
+    """A model's parameters as two optimizer groups, [with weight decay, without], each in the model's order.
 
-    Without weight decay are rates, skips and mixing coefficients of this package's layers, parameters with the flag
+    The group without has the rates, skips and mixing coefficients of this package's layers, parameters with the flag
     `_no_weight_decay`, and all with fewer than two axes (biases, norms). Usage:
-    `torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-4)`. For transformers' Trainer, which only looks for "bias"
-    and "norm" in names, give it that optimizer: `Trainer(..., optimizers=(optimizer, None))`.
+    `torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-4)`. transformers' Trainer only looks for "bias" and "norm"
+    in names, so give it such an optimizer: `Trainer(..., optimizers=(optimizer, None))`.
     """
     spared = {
         id(module._parameters.get(name))

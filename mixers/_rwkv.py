@@ -19,10 +19,10 @@ EPS = 64e-5  # of the norm of each head, as in the released training code
 
 
 class TimeMix(Mixer):
-    """Base of the RWKV layers: every projection has its own mixture of a token and the one before as input.
+    """Base of the RWKV layers: the input of every projection is its own mixture of a token and the one before.
 
-    Initial values depend on the layer's place in the model: layer_idx of n_layers, or the middle where either is None.
-    bare: no token shift, and no coefficients for it.
+    Initial values depend on the layer's place in the model, layer_idx of n_layers, which is the middle if either is
+    None. bare: no token shift, and no coefficients for it.
     """
 
     def __init__(self, d_model: int, n_layers: int | None, bare: bool, layer_idx: int | None):
@@ -37,7 +37,7 @@ class TimeMix(Mixer):
         self.conv1d = None if bare else TokenShift(d_model)
 
     def mix(self, name: str, d_model: int, power: float, more: float = 0.0, rest: bool = True) -> None:
-        """Register coefficients (c / d_model)^power + more for channels c, or with rest one minus these."""
+        """Register the coefficients (c / d_model)^power + more of channels c; with rest, 1 minus these."""
         if self.conv1d is not None:
             self.own(name, partial(_ladder, power=power, more=more, rest=rest), d_model, kind="vector")
 
@@ -47,8 +47,8 @@ class TimeMix(Mixer):
     def mixtures(
         self, names: Sequence[str], x: Tensor, other: Tensor, more: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """x + coefficients · (other - x) for the coefficients of each name, to which each token adds `more`
-        [names, B, T, d_model]; x itself without a token shift."""
+        """For each name x + coefficients · (other - x), or x itself without a token shift. more [names, B, T, d_model]:
+        what each token adds to the coefficients."""
         if self.conv1d is None:
             return (x,) * len(names)
         return token_mixtures(x, other, [getattr(self, name) for name in names], more)

@@ -53,10 +53,9 @@ class BothWays(Owner, Divided):
         parallel: World | None = None,
         reverse: bool = False,
     ) -> tuple[Tensor, None]:
-        """x: [B, T, d_model]; cu_seqlens, attention_mask, parallel as in `Mixer.forward`. use_cache is ignored, as
-        there is no state. Returns (y [B, T, d_model], None).
+        """x [B, T, d_model] -> (y [B, T, d_model], None). cu_seqlens, attention_mask, parallel: as in `Mixer.forward`.
 
-        Raises InputError for a state, a mask with padding, and reverse=True.
+        use_cache: ignored, as there is no state. Raises InputError for a state, a mask with padding, and reverse=True.
         """
         world = self.parallel if parallel is None else parallel
         check_call(self, x, None, cu_seqlens, attention_mask, world, False, reverse)

@@ -1,7 +1,7 @@
 """Conversion of existing models: afterwards their sequence mixers run as dsf recurrences.
 
-find names the mixers; cores, forwards, softmax and fir hold a table entry for each kind of mixer; patch changes a model
-and undoes the change; layer runs a converted mixer's recurrence; conversion joins these.
+`find` finds the mixers. `cores`, `forwards`, `softmax` and `fir` hold what replaces each kind of mixer. `patch` changes
+a model and undoes the change. `layer` runs a converted mixer's recurrence. `conversion` joins these.
 """
 
 from dsf.analysis.convert.conversion import Converted, convert, register

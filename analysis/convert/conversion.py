@@ -51,11 +51,11 @@ _MARK = _Mark()
 
 
 class Converted:
-    """A model whose mixers dsf runs.
+    """A model whose mixers dsf runs. print(converted) shows a report.
 
-    model: the object that was given, changed in place (of a compiled one, the model within). layers: the converted
-    mixers; left_alone: those not converted, with reasons. print(converted) shows the report. undo() restores the model;
-    so does the end of a `with` block.
+    model: the object that was given, changed in place; of a model compiled by torch.compile, the model inside.
+    layers: the converted mixers. left_alone: modules that may be mixers and were not converted, with reasons.
+    undo() restores the model, as does the end of a `with` block.
     """
 
     def __init__(self, model: nn.Module, layers: list[Layer], left_alone: list[LeftAlone], patches: Patches) -> None:
@@ -65,7 +65,7 @@ class Converted:
         self._patches = patches
 
     def undo(self) -> nn.Module:
-        """Give the model its own mixers back, and return it."""
+        """Restore the model's own mixers, and return the model."""
         self._patches.undo()
         return self.model
 
@@ -82,11 +82,10 @@ class Converted:
         raise KeyError(f"no converted layer is called {name!r}; they are {', '.join(x.name for x in self.layers)}")
 
     def state_size(self, context: int, width: int = 4) -> dict[str, StateSize]:
-        """Size of what all layers that have run keep of one sequence after `context` tokens, by name. width: bytes a
-        number.
+        """The size of the states of one sequence after `context` tokens, by the names of the layers that have run.
 
-        Raises ConversionError before the first call of the model, whose inputs give the sizes, and InputError for a
-        context below 0.
+        width: bytes of a number. Raises ConversionError before the model's first call, which tells the sizes, and
+        InputError for a context below 0.
         """
         if context < 0:
             raise InputError(f"state_size: context is {context}, expected at least 0")
@@ -126,14 +125,14 @@ class Converted:
 def convert(model: nn.Module) -> Converted:
     """Replace every sequence mixer of a PyTorch model by a dsf recurrence, in place.
 
-    The model's outputs stay the same: for whole sequences, in pieces with a cache, token by token and with padding.
-    Where the original is wrong, the layer's notes say how. Caches keep the model's layout, so a cache filled before the
-    conversion stays valid. Works for transformers' models (SSM, delta, linear and softmax mixers and their hybrids),
-    for layers of dsf.mixers and for classes given to `register`.
+    The model's outputs do not change: for whole sequences, in pieces with a cache, token by token and with padding.
+    Where the original is wrong, a layer's notes say how the two differ. Caches keep the model's layout, so a cache
+    that was filled before the conversion stays valid. It works for transformers' models (with SSM, delta, linear and
+    softmax mixers, and hybrids), for layers of dsf.mixers, and for classes given to `register`.
 
-    Warns where transformers is older than the OLDEST that was tried.
-    Raises ConversionError for an object that is no torch module, a model on the meta device, a model of which a part is
-    already converted, and a model without a known mixer (naming the unknown ones).
+    Warns if transformers is older than OLDEST, the oldest release that was tried. Raises ConversionError for an object
+    that is no torch module, for a model on the meta device, for a model of which a part is already converted, and for a
+    model without a known mixer; it then names the unknown ones.
     """
     _check(model)
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls it, hooks and all
@@ -190,8 +189,9 @@ def register(
             y, state = layer.run(unnormalized_linear_attention, q=q, k=k, v=v)
             return module.out(y.flatten(2))
 
-    target: the class, or its name. recurrence: what stands for it in reports. kind: its name in reports. The function
-    gets the Layer, the module and the arguments of the original forward, and returns what that forward returns.
+    target: the class, or its name. recurrence: the one that reports show. kind: the mixer's name in reports; None: the
+    class's. The function gets the Layer, the module and the arguments of the original forward, and returns what that
+    forward returns.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

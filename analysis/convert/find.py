@@ -25,7 +25,7 @@ ATTENTION_TAKES |= {"sliding_window", "softcap"}
 
 @dataclass(frozen=True)
 class Found:
-    """A mixer, and how it is converted: by its core functions, its forward, attention, or a convolution."""
+    """A mixer, and what is replaced to convert it: core functions, its forward, attention, or a convolution."""
 
     name: str
     module: nn.Module
@@ -42,7 +42,7 @@ class LeftAlone:
 
 
 def names_used(cls: type[nn.Module]) -> dict[str, ModuleType]:
-    """Global names that the methods of a module class use -> the file in which they are looked up."""
+    """{global name that a module class's methods use: the file in which it is looked up}."""
     found: dict[str, ModuleType] = {}
     for klass in cls.__mro__:
         if klass is nn.Module or klass.__module__ == "transformers.modeling_utils":

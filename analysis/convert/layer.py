@@ -20,17 +20,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class ConversionError(DsfError):
-    """The error for a model that cannot be converted, or run converted; it says why."""
+    """A model cannot be converted, or cannot run converted. The text says why."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One run of a layer's recurrence, as a recorder receives it.
 
-    inputs: of the recurrence, by name. state: the initial state. attention: the operands of softmax attention, which
-    has no inputs here. part: the run's number within one call of the layer (Zamba runs one for each head). backward:
-    the tokens are in reversed order. packed: the row holds several sequences, which a trajectory would take for one.
-    padding: bool [B, T], True where a recurrence read padding, or None.
+    inputs: of the recurrence, by name; empty for softmax attention. state: the initial state. attention: the operands
+    of softmax attention, else None. part: the run's number within one call of the layer (Zamba runs one for each head).
+    backward: whether the tokens are in reversed order. packed: whether a row holds several sequences, which a
+    trajectory would take for one. padding: bool [B, T], True where the recurrence read padding, or None.
     """
 
     recurrence: Recurrence
@@ -43,7 +43,7 @@ class Run:
     padding: Tensor | None = None
 
     def trajectory(self) -> Trajectory:
-        """The structured Trajectory of this run, without gradients, in float32 (float64 where the run is)."""
+        """The Trajectory of this run, without gradients, in float32, or float64 if the run was."""
         with torch.no_grad():
             if self.attention is not None:
                 operands = vars(self.attention).items()
@@ -62,9 +62,10 @@ Listener = Callable[["Layer", Run], None]
 class Call:
     """One call of a module.
 
-    arguments: by name, also those that the core does not receive. cu_seqlens: boundaries of packed sequences, or None.
-    cached: the recurrent state in the model's cache at the start of the call, in the model's layout. runs: of the
-    recurrence, so far. backward: the module was asked to run from the last token to the first.
+    arguments: of the module, by name, also those that its core does not get. cu_seqlens: boundaries of packed
+    sequences, or None. cached: the recurrent state in the model's cache at the start of the call, in the model's
+    layout. runs: the number of runs of the recurrence so far. backward: whether the module runs from the last token to
+    the first.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Call:
 
     @property
     def cache(self) -> Any:
-        """The model's cache, under whichever of its names it was passed, or None."""
+        """The model's cache, by whichever of its names it was passed; None without one."""
         return cache_in(self.arguments)
 
 
@@ -83,11 +84,11 @@ class Call:
 class Layer:
     """A mixer that dsf runs.
 
-    name: its path in the model. module: the original module, whose projections are still used. kind: the core's name.
-    recurrence: what runs in place of the core. notes: how the original differs from that system. conv: numbers that a
-    short convolution keeps for a sequence. state: (heads, N, P), known after the first run. parts: runs a call.
-    key_heads: of a KV cache; window: its tokens. shared: the current call of the model. call: the current call of the
-    module.
+    name: its path in the model. module: the original module, whose projections still run. kind: the core's name.
+    recurrence: what runs in place of the core. notes: how the original differs from this system.
+    conv: how many numbers a short convolution keeps for a sequence. state: (heads, N, P); None before the first run.
+    parts: runs of the recurrence in a call. key_heads: heads of a KV cache. window: tokens that it keeps.
+    shared: the current call of the model. call: the current call of the module.
     """
 
     name: str
@@ -120,11 +121,11 @@ class Layer:
     def run(
         self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
     ) -> tuple[Tensor, Any]:
-        """Run `recurrence` on inputs in its own layout, [B, T, H, ·], state [B, H, N, P]; returns (y, final state).
+        """Run `recurrence` on inputs [B, T, H, ·] and a state [B, H, N, columns]. Returns (y, final state).
 
-        backward: tells recorders that the caller has reversed the tokens. Packed sequences of the call are kept apart.
-        Inputs are converted to float32, or float64 where an input is float64. y has the inputs' dtype, the widest one
-        of those with a token axis.
+        backward: whether the caller has reversed the tokens, which recorders are told. Packed sequences of the call
+        stay apart. Inputs are converted to float32, or to float64 if one of them is float64. y has the widest dtype of
+        the inputs of tokens.
         """
         y, final = self.run_wide(recurrence, state, backward=backward, **inputs)
         timed = [inputs[i.name].dtype for i in recurrence.spec.inputs if i.kind.time]
@@ -133,7 +134,7 @@ class Layer:
     def run_wide(
         self, recurrence: Recurrence, state: Tensor | None = None, *, backward: bool = False, **inputs: Tensor
     ) -> tuple[Tensor, Any]:
-        """`run`, with y in float32 or float64 whatever the inputs' dtype."""
+        """As `run`, but y stays float32 or float64, whatever the inputs' dtype."""
         wide = any(inputs[i.name].dtype == torch.float64 for i in recurrence.spec.inputs if i.kind.time)
         dtype = torch.float64 if wide else torch.float32
         given: dict[str, Any] = {name: x.to(dtype) for name, x in inputs.items()}
@@ -161,9 +162,10 @@ def _mask_of(arguments: Mapping[str, Any]) -> Tensor | None:
 
 
 class ModelCall:
-    """The arguments of the model's forward, of which its mixers receive a part. config: the model's, or None.
+    """The arguments of the model's forward; its mixers get only some of them. config: the model's, or None.
 
-    last_mask, packed: of the last call that may have a backward pass, and whether it had several sequences in a row.
+    last_mask: the mask of the last call that may have a backward pass. packed: whether that call had several sequences
+    in a row.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -180,7 +182,8 @@ class ModelCall:
         self.arguments = {}
 
     def check_again(self, layer: Layer) -> None:
-        """Refuse a run without a call of the model that lacks the mask or the boundaries that the call had."""
+        """Raise ConversionError for a run in a backward pass (gradient checkpointing) that lacks the mask of padding or
+        the boundaries that the model was given."""
         if self.arguments or torch._C._current_graph_task_id() == -1:
             return
         here = layer.recurrence.spec.is_attention or _mask_of(layer.call.arguments) is not None

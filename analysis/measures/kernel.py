@@ -18,12 +18,12 @@ from dsf.trajectory import Trajectory
 
 
 def kernel_matrix(trajectory: Trajectory) -> Tensor:
-    """The kernel matrix: Phi with y = Phi · u, [B, H, T, S, p] (DSF eq. 12); entry (i, j) weighs input u_j in output
-    y_i.
+    """The kernel matrix Phi [B, H, T, S, p], with y = Phi · u: entry (i, j) is the weight of input u_j in output y_i.
 
-    Exact for every system, with erasure, quotients, bonuses and skips; for softmax the attention matrix. S is T times
-    the micro-steps of a token (where no single input drives the system, times the writes of a step; for attention, the
-    keys); p = P where channels differ, else 1.
+    It is exact for every system, with erasure, quotients, bonuses and skips; for attention it is the attention matrix.
+    S is T times the micro-steps of a token. If no single input drives the system, it is this times the terms that a
+    step writes; for attention it is the number of keys. p is P where channels differ, else 1. Source: DSF (arXiv
+    2405.15731), equation 12.
     """
     return trajectory.kernel_matrix()
 
@@ -31,7 +31,7 @@ def kernel_matrix(trajectory: Trajectory) -> Tensor:
 def output(trajectory: Trajectory) -> Tensor:
     """y = Phi · u, [B, T, H, P]: the recurrence's output from a zero state, computed with the kernel matrix.
 
-    Raises InputError for a system without one driving input.
+    Raises InputError for a system without a single driving input.
     """
     phi = trajectory.kernel_matrix()
     if trajectory.attention is not None:
@@ -46,21 +46,21 @@ def output(trajectory: Trajectory) -> Tensor:
 
 
 def attention_map(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
-    """|Phi| averaged over channels, a token's columns summed, each row scaled to sum 1, [B, H, T, S]; a picture of
-    attention. S is T (for attention, the number of keys).
+    """The share of every token in each output, [B, H, T, S], a picture of attention: |Phi| averaged over channels and
+    summed over a token's columns, each row scaled to sum 1. S is T; for attention it is the number of keys.
 
     The absolute value makes systems with signed weights comparable with softmax (HiddenMambaAttn, arXiv 2403.01590).
-    phi: kernel_matrix(trajectory) where it is known.
+    phi: kernel_matrix(trajectory), if it is known already.
     """
     weights = _tokens(_phi(trajectory, phi).abs().mean(-1), trajectory)
     return weights / _nonzero(weights.sum(-1, keepdim=True))
 
 
 def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
-    """Mean distance in tokens of what output i depends on, Σ_j |Phi_ij| |i - j| / Σ_j |Phi_ij|, [B, H, T, p] (arXiv
-    2406.14528).
+    """The mean distance, in tokens, of the inputs of output i: Σ_j |Phi_ij| |i - j| / Σ_j |Phi_ij|, [B, H, T, p].
 
-    The distance is into the past, except for attention to both sides. phi: kernel_matrix(trajectory) where it is known.
+    Only attention in both directions has inputs after the output, too. phi: kernel_matrix(trajectory), if it is known
+    already. Source: arXiv 2406.14528.
     """
     weights = _tokens(_phi(trajectory, phi).abs(), trajectory, axis=3)
     tokens, places = weights.shape[2], weights.shape[3]
@@ -70,10 +70,10 @@ def mean_distance(trajectory: Trajectory, phi: Tensor | None = None) -> Tensor:
 
 
 class EffectiveStateSize(NamedTuple):
-    """Effective state sizes, numbers [B, H, len(at), p].
+    """Effective state sizes in numbers, [B, H, len(at), p] each.
 
-    tolerance: the number of singular values of H_i above the tolerance. entropy: exp of the entropy of the normalised
-    singular values.
+    tolerance: how many singular values of H_i lie above the tolerance. entropy: exp of the entropy of the singular
+    values divided by their sum.
     """
 
     tolerance: Tensor
@@ -83,12 +83,14 @@ class EffectiveStateSize(NamedTuple):
 def effective_state_size(
     trajectory: Trajectory, at: Sequence[int] | None = None, tolerance: float = 1e-3, phi: Tensor | None = None
 ) -> EffectiveStateSize:
-    """Effective state size: how many numbers of the past the future depends on, from H_i = Phi[i:, :i].
+    """Effective state size: how many numbers of the past the future depends on, from the ranks of H_i = Phi[i:, :i].
 
-    at: tokens i, 1 ≤ i < T (by default the middle). tolerance: relative to H_i's largest singular value. phi:
-    kernel_matrix(trajectory) where it is known. At most N per channel for a state of N rows; at most K - 1 for a
-    convolution of K taps; up to min(i, T - i) for softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises
-    InputError for a token outside 1 … T - 1, for none, and for a Phi with numbers that are not finite.
+    at: the tokens i, 1 ≤ i < T; None: the middle one. tolerance: relative to H_i's largest singular value.
+    phi: kernel_matrix(trajectory), if it is known already.
+
+    For each channel it is at most N for a state of N rows, at most K - 1 for a convolution of K taps, and up to
+    min(i, T - i) for softmax. Source: Parnichkun et al. (arXiv 2504.19561). Raises InputError for a token outside
+    1 … T - 1, for no token, and for a Phi with numbers that are not finite.
     """
     if at is not None and not len(at):
         raise InputError("effective_state_size: at names no token")
@@ -117,8 +119,8 @@ def entropy_rank(sigma: Tensor) -> Tensor:
 
 
 def phi_distance(a: Trajectory, b: Trajectory) -> Tensor:
-    """Relative distance of two kernel matrices, ‖Phi_a - Phi_b‖ / ‖Phi_a‖ (Frobenius), [B, H]. Both have the same B,
-    T, H; channels broadcast.
+    """The relative distance of two kernel matrices, ‖Phi_a - Phi_b‖ / ‖Phi_a‖ (Frobenius norms), [B, H], without unit.
+    Both have the same B, T and H; channels broadcast.
     """
     one, other = torch.broadcast_tensors(a.kernel_matrix(), b.kernel_matrix())
     return (one - other).flatten(2).norm(dim=-1) / _nonzero(one.flatten(2).norm(dim=-1))
@@ -130,11 +132,11 @@ def special_case(
     inputs: Mapping[str, Tensor],
     translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> float:
-    """Difference between `general` on translated inputs and `special`: the largest |difference| of outputs over their
-    range.
+    """How far `special` is from `general` on translated inputs: the largest |difference| of outputs, divided by their
+    range. In float64 it is about 1e-15 where special is a case of general.
 
-    inputs: of special, by name. translate: computes general's inputs from them, such as Gated DeltaNet's with alpha = 1
-    from DeltaNet's. The result is about 1e-15 in float64 where special is a case of general.
+    inputs: of special, by name. translate: a function that computes general's inputs from these, such as those of Gated
+    DeltaNet with alpha = 1 from DeltaNet's.
     """
     given: dict[str, Any] = dict(translate(inputs))
     own: dict[str, Any] = dict(inputs)
@@ -143,10 +145,11 @@ def special_case(
 
 
 def embed(trajectory: Trajectory, n: int) -> Trajectory:
-    """The same input-output map with a state of n rows: the added rows are not read, C is zero there (DSF Lemma 2).
+    """A trajectory with the same outputs and a state of n rows. C is 0 in the added rows, so they are not read.
 
-    The new rows are written as the first row is, so that they are not empty; corrections leave them alone. Raises
-    InputError for n below the present size, and for an odd n where the Key axis is taken in pairs.
+    The added rows are written as the first row is, so that they are not empty; corrections do not change them. Source:
+    DSF (arXiv 2405.15731), Lemma 2. Raises InputError for n below the present size, and for an odd n where the Key axis
+    holds pairs.
     """
     size = trajectory.state_size[0]
     if n < size:
@@ -182,11 +185,11 @@ def embed(trajectory: Trajectory, n: int) -> Trajectory:
 
 
 def taylor_error(trajectory: Trajectory, orders: Sequence[int]) -> list[float]:
-    """Errors of softmax attention whose exponential features are cut after degree r, for each r of orders.
+    """The errors of softmax attention with exponential features up to degree r, for each r of orders.
 
-    The largest |difference| of outputs over the range of the exact outputs (DSF Lemma 1; the state has Σ_{p ≤ r} N^p
-    rows). Raises InputError for a trajectory that is not plain softmax attention (it has a bias, a decay, a sink, or a
-    state that is finite), and for orders that are negative or none.
+    An error is the largest |difference| of outputs, divided by the range of the exact outputs. Source: DSF (arXiv
+    2405.15731), Lemma 1. Raises InputError for a trajectory that is not plain softmax attention (one with a bias, a
+    decay, a sink or a finite state), for negative orders, and for no orders.
     """
     if not orders or min(orders) < 0:
         raise InputError(f"taylor_error: orders are {list(orders)}, expected at least one, from 0 on")

@@ -1,8 +1,8 @@
 """How a system forgets: eigenvalues and norms of A_t, products over time, half-lives.
 
 All functions take a Trajectory and use its structure. Elementwise transitions, scalar decays with corrections and
-key-diagonal decays with one correction need no N x N matrix; other transitions are formed as dense matrices, up to N =
-DENSE_LIMIT. Results have the axes [B, T, H, N, p], p = P where channels differ, else 1.
+key-diagonal decays with one correction need no N x N matrix. Others are formed as dense matrices, up to an N of
+DENSE_LIMIT. Results have the axes [B, T, H, N, p]; p is P where channels differ, else 1. "DSF" is arXiv 2405.15731.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ BLOCK_NUMBERS = 1 << 24  # numbers in a block of dense matrices
 
 
 def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
-    """Eigenvalues of A_t, [B, T, H, N, p], without unit; real where the structure makes them real, else complex.
+    """Eigenvalues of A_t, [B, T, H, N, p], without unit: real where the structure makes them real, else complex.
 
-    paper: those of the framework paper's form, in the gauge (η_{t-1}/η_t) A_t (DSF eqs. 15, 22; arXiv 2510.09379).
+    paper: those of (η_{t-1}/η_t) A_t, the transition in the framework paper's gauge (DSF, equations 15 and 22; arXiv
+      2510.09379).
 
-    Closed forms: for elementwise A the entries; for α(I - βkkᵀ) α (N-1 times) and α(1 - β|k|²); for R corrections of a
-    scalar decay an R x R problem; for one correction of a diagonal decay with entries of one sign (KDA, RWKV-7) the
-    secular equation of the symmetric D^½(I - βkkᵀ)D^½, to 1e-9 of the spectrum's extent; for turned pairs without
-    corrections their 2 x 2 blocks, a e^{±iθ} where the decay a is equal within a pair. For softmax and windows all are
-    equal, [B, T, H, 1, 1]: the decay (without turns), times η_{t-1}/η_t in the paper's form. Raises InputError for a
-    dense problem wider than DENSE_LIMIT.
+    How they are computed: for elementwise A they are the entries. For α(I - βkkᵀ) they are α, N - 1 times, and
+    α(1 - β|k|²). R corrections of a scalar decay are an R x R problem. One correction of a diagonal decay with entries
+    of one sign (KDA, RWKV-7) is the secular equation of the symmetric D^½(I - βkkᵀ)D^½, to 1e-9 of the spectrum's
+    extent. Turned pairs without corrections are 2 x 2 blocks, with a e^{±iθ} where the decay a is equal within a pair.
+    For attention and windows all eigenvalues are equal, [B, T, H, 1, 1]: the decay (without turns), in the paper's
+    gauge times η_{t-1}/η_t. Everything else is a dense problem: InputError where N is above DENSE_LIMIT.
     """
     if trajectory.attention is not None:
         own = trajectory.attention.decay
@@ -62,8 +63,8 @@ def eigenvalues(trajectory: Trajectory, paper: bool = False) -> Tensor:
 
 
 def spectral_radius(trajectory: Trajectory, paper: bool = False) -> Tensor:
-    """max |λ| of A_t, [B, T, H, p], without unit. If A is constant and this is below 1, a state that is not written
-    to decays to zero.
+    """max |λ| of A_t, [B, T, H, p], without unit. If A is constant and this is below 1, a state decays to zero once
+    nothing is written. Raises InputError as `eigenvalues` does.
     """
     return eigenvalues(trajectory, paper).abs().amax(-2)
 
@@ -71,9 +72,9 @@ def spectral_radius(trajectory: Trajectory, paper: bool = False) -> Tensor:
 def transition_norm(trajectory: Trajectory) -> Tensor:
     """Spectral norm of A_t, [B, T, H, p], without unit: the largest factor by which one token lengthens a state.
 
-    Elementwise: the largest |entry|. Scalar decay with R corrections: singular values on the span of the 2R vectors,
-    and |decay| off it. Diagonal decay with one correction: bisection. Turned pairs: 2 x 2 blocks. Raises InputError for
-    any other A wider than DENSE_LIMIT.
+    For elementwise A it is the largest |entry|. For a scalar decay with R corrections, the larger of |decay| and the
+    singular values on the span of the 2R vectors. For a diagonal decay with one correction it is found by bisection,
+    for turned pairs from their 2 x 2 blocks. Raises InputError for any other A with N above DENSE_LIMIT.
     """
     a = _full(trajectory.token_transition, trajectory)
     n = _size(trajectory)
@@ -100,18 +101,20 @@ def transition_norm(trajectory: Trajectory) -> Tensor:
 
 
 def cumulative_decay(trajectory: Trajectory) -> Tensor:
-    """Product of the decays of tokens 1 … t, without corrections, [B, T, H, n, p] (LongMamba's prod A, arXiv
-    2504.16053).
+    """The product of the decays of tokens 1 … t, without corrections, [B, T, H, n, p], without unit.
+
+    Source: LongMamba (arXiv 2504.16053), its prod A.
     """
     a = _full(trajectory.token_transition, trajectory)
     return _moduli(a, trajectory).cumprod(1)
 
 
 def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
-    """Spectral norm of A_t … A_{start+1}, [B, T - start, H, p]: what is left of the state after `start` tokens.
+    """Spectral norm of A_t … A_{start+1}, [B, T - start, H, p], without unit: the most that is left at token t of the
+    state after `start` tokens.
 
-    Elementwise systems: the largest |product|. With corrections, N x N products are formed. Raises InputError for these
-    where N is above DENSE_LIMIT, and for a start outside 0 … T - 1.
+    For elementwise systems it is the largest |product|. With corrections N x N products are formed. Raises InputError
+    for these where N is above DENSE_LIMIT, and for a start outside 0 … T - 1.
     """
     if not 0 <= start < trajectory.tokens:
         raise InputError(f"propagator_norm: start is {start}, expected 0 ≤ start < {trajectory.tokens}")
@@ -133,12 +136,12 @@ def propagator_norm(trajectory: Trajectory, start: int = 0) -> Tensor:
 
 
 def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
-    """Finite-time Lyapunov exponents, nats per token, [B, H, N, p], largest first.
+    """Finite-time Lyapunov exponents, in nats per token, [B, H, N, p], the largest first.
 
-    The growth rates (1/T) log R_kk of the QR method (Benettin et al. 1980). For elementwise systems the means of
-    log|decay|, -inf where an entry is zero. With corrections, one QR of an N x N matrix a token, in float64: rounding
-    in float32 would hide directions that a token shrinks by more than 10^7. Raises InputError for these where N is
-    above DENSE_LIMIT.
+    They are the growth rates (1/T) log R_kk of the QR method (Benettin et al. 1980). For elementwise systems they are
+    the means of log|decay|, -inf where an entry is zero. With corrections each token takes a QR of an N x N matrix, in
+    float64: rounding in float32 would hide directions that a token shrinks by more than 10^7. Raises InputError for
+    these where N is above DENSE_LIMIT.
     """
     a = _full(trajectory.token_transition, trajectory)
     n, tokens = _size(trajectory), trajectory.tokens
@@ -166,11 +169,12 @@ def lyapunov_exponents(trajectory: Trajectory) -> Tensor:
 
 
 def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
-    """Mean log decay per token, nats, [B, H, N or 1, p]; at most 0 for a stable system.
+    """The mean logarithm of the decay, in nats per token, [B, H, N or 1, p]; at most 0 for a stable system.
 
-    of="decay": of the decays alone, without erasure (cheap for any size); tokens that clear an entry (decay 0, a reset)
-    are left out of its mean unless all do. of="transition": the Lyapunov exponents, with erasure and resets. Raises
-    InputError as `lyapunov_exponents` does, and for another `of`.
+    of: "decay" takes the decays alone, without erasure, which is cheap for any N; tokens that clear an entry (a decay
+      of 0, a reset) are left out of its mean, unless all do. "transition" takes the Lyapunov exponents, which include
+      erasure and resets.
+    Raises InputError as `lyapunov_exponents` does, and for another `of`.
     """
     if of not in ("decay", "transition"):
         raise InputError(f"decay_rates: of is {of!r}, expected 'decay' or 'transition'")
@@ -183,11 +187,11 @@ def decay_rates(trajectory: Trajectory, of: Literal["decay", "transition"] = "de
 
 
 def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "transition"] = "decay") -> Tensor:
-    """Tokens until a mode has shrunk to `eps` of itself, ln eps / rate, [B, H, N or 1, p]; inf if it never does, nan
-    where a decay is nan.
+    """The number of tokens until a mode has shrunk to `eps` of itself, ln eps / rate, [B, H, N or 1, p].
 
-    Report percentiles(...) of it rather than its mean: the distribution is heavy-tailed. Raises InputError for eps
-    outside (0, 1).
+    It is inf where a mode never shrinks so far, nan where a decay is nan. of: as in `decay_rates`. Its distribution is
+    heavy-tailed: report percentiles(...) rather than the mean. Raises InputError for eps outside (0, 1), and as
+    `decay_rates` does.
     """
     if not 0 < eps < 1:
         raise InputError(f"horizon: eps is what is left of a state, expected 0 < eps < 1, got {eps}")
@@ -196,15 +200,17 @@ def horizon(trajectory: Trajectory, eps: float = 0.01, of: Literal["decay", "tra
 
 
 def half_life(trajectory: Trajectory, of: Literal["decay", "transition"] = "decay") -> Tensor:
-    """Tokens until a mode has halved, ln ½ / rate, [B, H, N or 1, p]; inf if it never does, 0 if it is cleared. of:
-    as in `decay_rates`.
+    """The number of tokens until a mode has halved, ln ½ / rate, [B, H, N or 1, p]; inf if it never does, 0 if it is
+    cleared at every token. of: as in `decay_rates`. Raises InputError as that does.
     """
     return horizon(trajectory, 0.5, of)
 
 
 def percentiles(x: Tensor, at: tuple[float, ...] = (10, 50, 90)) -> Tensor:
-    """Percentiles of all n numbers of x, one for each q of `at` in [0, 100]: that at place ⌊q n / 100⌋ in rising order,
-    counted from 0 (of two numbers the 50th is the larger), so that inf stays inf.
+    """Percentiles of all n numbers of x, one for each q of `at`, from 0 to 100.
+
+    The q-th is the number at place ⌊q n / 100⌋ in rising order, counted from 0, so that of two numbers the 50th is the
+    larger. Nothing is interpolated, so that inf stays inf.
     """
     flat = x.flatten()
     places = [min(int(q * len(flat) / 100), len(flat) - 1) for q in at]

@@ -22,15 +22,13 @@ from dsf.trajectory import Trajectory
 
 
 def state_norms(trajectory: Trajectory) -> Tensor:
-    """Frobenius norm of S_t, [B, T, H]. Runs the recurrence with one state in memory."""
+    """The Frobenius norm of S_t, [B, T, H]. Runs the recurrence token by token, with one state in memory."""
     return torch.stack([s.flatten(2).norm(dim=-1) for s in trajectory.walk()], dim=1)
 
 
 def state_change(trajectory: Trajectory) -> Tensor:
-    """‖S_t - S_{t-1}‖ / ‖S_{t-1}‖, [B, T - 1, H], from the second token on; inf where the state was zero, and 0
-    where it stays zero.
-
-    Raises InputError for a single token.
+    """‖S_t - S_{t-1}‖ / ‖S_{t-1}‖ from the second token on, [B, T - 1, H], without unit: 0 where the state stays zero,
+    inf where it was zero before. Raises InputError for a single token.
     """
     out, before = [], None
     for state in trajectory.walk():
@@ -44,11 +42,10 @@ def state_change(trajectory: Trajectory) -> Tensor:
 
 
 def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
-    """Effective rank of S_t, exp of the entropy of its normalised singular values, [B, ⌊T / every⌋, H] (Roy & Vetterli;
-    arXiv 2602.02195).
+    """The effective rank of S_t, [B, ⌊T / every⌋, H]: exp of the entropy of its singular values divided by their sum.
 
-    every: distance in tokens between measurements, each of which takes an SVD of N x P a head. Raises InputError for
-    one below 1 or above T.
+    every: tokens from one measurement to the next. A measurement takes an SVD of an N x P matrix for each head. Source:
+    Roy & Vetterli (2007); arXiv 2602.02195. Raises InputError for an `every` outside 1 … T.
     """
     if every < 1:
         raise InputError(f"effective_rank: every is {every}, expected at least 1")
@@ -61,12 +58,12 @@ def effective_rank(trajectory: Trajectory, every: int = 1) -> Tensor:
 
 
 class Gates(NamedTuple):
-    """Gate strengths per token and head, [B, T, H] each, without unit.
+    """Gate strengths of every token and head, [B, T, H] each, without unit.
 
-    decay: mean |decay| of the state's entries (√|det| of turned pairs), 1 for a system that keeps everything. erase: 1
-    - |det A| / |det decay|, the share that corrections remove (β|k|² for the delta family, 0 without corrections and
-    where a decay of 0 leaves nothing).
-    write: ‖B_t‖, Frobenius.
+    decay: the mean |decay| of the state's entries (of turned pairs √|det|); 1 for a system that keeps everything.
+    erase: 1 - |det A| / |det decay|, the share that corrections remove. It is β|k|² for the delta family, 0 without
+      corrections, and 0 where a decay of 0 leaves nothing to remove.
+    write: ‖B_t‖, the Frobenius norm.
     """
 
     decay: Tensor
@@ -105,8 +102,8 @@ class _Pairs(NamedTuple):
 
 
 def gate_strengths(trajectory: Trajectory) -> Gates:
-    """Strength of decay, erasure and writing of each token. Over micro-steps decay and erase are products, write is
-    a sum. Raises FormError for attention and windows, which have no state with a size.
+    """How strongly each token decays, erases and writes. Of several micro-steps, decays and what erasures leave are
+    multiplied, writes are added. Raises FormError for attention and windows, which have no state of fixed size.
     """
     n = trajectory.state_size[0]  # FormError where A, B and C are not tensors
     a, problem = trajectory.transition, trajectory.problem
@@ -134,9 +131,10 @@ def gate_strengths(trajectory: Trajectory) -> Gates:
 
 @dataclass(frozen=True)
 class StateSize:
-    """Numbers that a layer keeps for one sequence, and their bytes.
+    """How many numbers a layer keeps for one sequence, and their bytes.
 
-    recurrent: of states (for attention of keys and values, which grow with the context); conv: of short convolutions.
+    recurrent: numbers of states; for attention those of keys and values, which grow with the context. conv: numbers of
+    short convolutions. width: bytes of a number.
     """
 
     recurrent: int
@@ -145,12 +143,12 @@ class StateSize:
 
     @property
     def numbers(self) -> int:
-        """All numbers: recurrent + conv."""
+        """How many numbers there are in all: recurrent + conv."""
         return self.recurrent + self.conv
 
     @property
     def bytes(self) -> int:
-        """Bytes: numbers · width."""
+        """Their bytes: numbers · width."""
         return self.numbers * self.width
 
 
@@ -166,13 +164,17 @@ def state_size(
     window: int | None = None,
     width: int = 4,
 ) -> StateSize:
-    """Size of a recurrence's state after `context` tokens.
+    """The size of a recurrence's state for one sequence after `context` tokens.
 
-    heads, N, P: of the recurrence. For softmax and windows a KVCache: key_heads · (N + P) numbers a token, and one for
-    each bias that decays or gains differ by, with the context cut to `window` or the declaration's window; with turns
-    also the sums of angles. Else heads · rows · columns for any context. key_heads: heads unless keys are shared. conv:
-    numbers that a convolution keeps (channels · (taps - 1)). width: bytes a number. Raises InputError for a context
-    below 0.
+    heads, N, P: of the recurrence.
+    key_heads: heads of keys and values in a KVCache; None: heads.
+    conv: numbers that a convolution keeps, channels · (taps - 1).
+    window: tokens that a KVCache keeps; None: the declaration's window, or all.
+    width: bytes of a number.
+
+    For attention and windows this is a KVCache: key_heads · (N + P) numbers for each token that it keeps, a number for
+    each of its biases where there are decays or gains, and with turns the sums of angles. Other states have heads ·
+    rows · columns numbers for any context. Raises InputError for a context below 0.
     """
     if context < 0:
         raise InputError(f"state_size: context is {context}, expected at least 0")
@@ -190,8 +192,8 @@ def state_size(
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one form, per token: flops (multiplications and additions), and bytes (inputs, outputs, a share of the
-    state).
+    """The work of one form for one token. flops: additions and multiplications. bytes: of inputs, outputs and a share
+    of the state.
     """
 
     form: str
@@ -208,10 +210,11 @@ def costs(
     P: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> list[Cost]:
-    """Flops and bytes per token of each form of a recurrence, by form, from its plans (`Plan` says what is counted).
+    """The `Cost` of one token in each form of a recurrence, from its plans (`Plan` says what is counted).
 
-    Bytes: inputs and outputs once; the recurrent form reads and writes its state every token (attention reads the keys
-    and values so far and writes the token's), the chunk form once a chunk; the kernel form reads a row of T weights.
+    T, heads, N, P, dtype: of the inputs. Bytes include inputs and outputs once. The recurrent form reads and writes its
+    state at every token (attention reads all keys and values so far, and writes the token's), the chunk form once a
+    chunk. The kernel form reads a row of T weights.
     """
     found = []
     for form in recurrence.forms:
@@ -230,7 +233,7 @@ def costs(
 
 
 def step_bytes(plan: Plan, tokens: int) -> float:
-    """Bytes of the state that a step reads and writes after `tokens` tokens of the plan's."""
+    """Bytes of the state that a step reads and writes after `tokens` tokens. plan: of a call."""
     if len(plan.state_shape) > 3:
         return 2 * plan.state_bytes
     kept = plan.state_shape[1]  # a cache [B, tokens, numbers a token], of which the token's own are written
@@ -238,7 +241,7 @@ def step_bytes(plan: Plan, tokens: int) -> float:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """The number of trainable parameters, shared ones once."""
+    """How many trainable numbers a module has, shared ones once."""
     return sum(p.numel() for p in module.parameters())
 
 

@@ -23,7 +23,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the adversary; 0 where nothing failed, 1 where something did, 2 for wrong input."""
+    """Run the adversary. Returns 0 if nothing failed, 1 if something did, 2 for wrong input."""
     parser = argparse.ArgumentParser("python -m dsf.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, help="budget, without what making failures small takes")
     parser.add_argument("--cases", type=int, help="budget in cases; 300 where neither is given")

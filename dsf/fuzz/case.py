@@ -23,19 +23,27 @@ EXPANDED = ("expanded-batch", "expanded-tokens", "expanded-heads")
 
 @dataclass(frozen=True, repr=False)
 class Case(Drawn):
-    """Calls 1 to `calls` of one kind, each with its own numbers, and then the first again.
+    """Calls 1 to `calls` of one kind, each with its own numbers, and then the first call again.
 
-    tokens, batch, heads, n, p: T, B, H, N, P. dtype: of the per-token inputs (Params: float32 with half precisions).
-    form: a torch form, or "triton" for any form of that backend. groups: heads of inputs that have fewer.
-    regimes: of the inputs' numbers (dsf.checking.examples.regimes_of). layouts: the memory layouts of inputs, "dy" and
-    "initial_state", by default plain. lengths: of packed sequences (B = 1), () for none. initial: with an initial
-    state. alias: inputs that are the same tensor in the calls with numbers in alias_calls; overlap: instead two inputs
-    in one storage, one token apart. between: the action before calls 2, 3, …: "", "other" (a call of another recurrence
-    with the same tensors), "shorter" (a call with the first half of the tokens, as one sequence), "heads" (a call with
-    another number of heads, in the same memory layouts) or "forget" (caches of earlier calls are cleared). loss: the
-    differentiated outputs, "both" (y and the final state), "y", "state" or "" (none, without a graph). frozen: inputs
-    without gradient. step: token by token, through step(). reverse: from the last token to the first. way: "" (a plain
-    call), "compiled" (inside torch.compile) or "func" (torch.func.vjp; recurrent form). seed: of the numbers.
+    tokens, batch, heads, n, p: T, B, H, N, P.
+    dtype: of inputs of tokens; beside half precisions Params are float32.
+    form: a torch form, or "triton" for any form of that backend.
+    groups: the number of heads of inputs that have fewer than H.
+    regimes: of the inputs' numbers (dsf.checking.examples.regimes_of).
+    layouts: the memory layouts of inputs, "dy" and "initial_state"; by default plain.
+    lengths: of packed sequences (B = 1); () for none.
+    initial: whether there is an initial state.
+    alias: inputs that are the same tensor in the calls with numbers in alias_calls.
+    overlap: two inputs in one storage, one token apart, in place of aliases.
+    between: what happens before calls 2, 3, …: "", "other" (a call of another recurrence with the same tensors),
+      "shorter" (a call with the first half of the tokens, as one sequence), "heads" (a call with another number of
+      heads, in the same memory layouts) or "forget" (caches of earlier calls are cleared).
+    loss: the outputs that are differentiated: "both" (y and the final state), "y", "state" or "" (none, without a
+      graph).
+    frozen: inputs without a gradient. step: whether calls run token by token, through step(). reverse: whether they run
+      from the last token to the first.
+    way: "" (a plain call), "compiled" (inside torch.compile) or "func" (torch.func.vjp; recurrent form).
+    seed: of the numbers.
     """
 
     tokens: int = 1
@@ -69,7 +77,7 @@ class Case(Drawn):
 
     @property
     def rows(self) -> int:
-        """Rows of a state."""
+        """The number of rows of a state: sequences."""
         return len(self.lengths) or self.batch
 
     @property
@@ -88,7 +96,7 @@ class Case(Drawn):
         return TOLERANCE[self.dtype]
 
     def is_one(self, call: int) -> bool:
-        """True where the aliased inputs are one tensor in a call (numbered from 1)."""
+        """Whether the aliased inputs are one tensor in a call. call: its number, from 1."""
         return bool(self.alias) and call in self.alias_calls
 
     def layout(self, name: str, call: int) -> str:

@@ -37,9 +37,10 @@ LOST = ("CUDA error", "illegal memory access", "device-side assert", "Accelerato
 class Plan:
     """The task of one process.
 
-    seed: of all random choices. seconds, cases: the budget, whichever is spent first. device, backend ("torch" or
-    "triton"). each: cases of one declaration; share: the most seconds for one. shrink: seconds for shrinking a failure.
-    worker, workers: this process takes every workers-th declaration, beginning with `start`.
+    seed: of all random choices. seconds, cases: the budget; the process ends when one is spent. device: of the calls.
+    backend: "torch" or "triton". each: cases of one declaration. share: the most seconds for one declaration. shrink:
+    seconds for shrinking one failure. worker, workers: this process takes every workers-th declaration. start: the
+    first one.
     """
 
     seed: int = 0
@@ -58,7 +59,7 @@ class Plan:
 
     @property
     def sizes(self) -> Profile:
-        """The profile: the user's, or the default of device and backend."""
+        """The profile that is used: the user's, or else that of the device and backend."""
         if self.profile is not None:
             return self.profile
         if torch.device(self.device).type == "cuda":
@@ -86,17 +87,20 @@ def run(
 ) -> Result:
     """Test random calls of random declarations, or of one recurrence, against the float64 oracle.
 
-    seconds, cases: the budget, whichever is spent first; at least one of them. seed: of all random choices: the same
-      seed and number of cases give the same cases. device: "cpu" or "cuda". backend: "torch", or "triton" (the default
-      on a GPU; on a CPU with TRITON_INTERPRET=1 set before triton is imported).
-    recurrence: test only cases of this one (in this process); ranges: as in dsf.check.
-    each: cases of one declaration (24 on a GPU, where compiling costs most, else 8); share: the most seconds for one.
-    shrink: seconds for shrinking one failure, after the budget. poison: fill uninitialised memory with NaN. profile:
-      the distribution of sizes.
-    workers: processes, each with its own seeds. told: called with a line for each failure. kept: called with the result
-      so far about every ten seconds, so that an interrupted run leaves a record.
+    seconds, cases: the budget, of which at least one is given. The run ends when one of them is spent.
+    seed: of all random choices. The same seed and number of cases give the same cases.
+    device: "cpu" or "cuda". backend: "torch" or "triton"; None: "triton" on a GPU, else "torch". "triton" runs on a CPU
+      if TRITON_INTERPRET=1 was set before triton was imported.
+    recurrence: test this one alone, in this process; None: random declarations. ranges: as in dsf.check.
+    each: cases of one declaration; None: 24 on a GPU, where compiling costs most, else 8.
+    share: the most seconds for one declaration. shrink: seconds for shrinking one failure, after the budget.
+    poison: fill uninitialised memory with NaN. profile: the distribution of sizes; None: that of device and backend.
+    workers: the number of processes, each with its own seeds.
+    told: a function that gets a line of text for each failure. kept: a function that gets the result so far about every
+      ten seconds, so that an interrupted run leaves a record.
 
-    Raises InputError for an invalid budget or device, FormError for a recurrence that the backend cannot run.
+    Returns a `Result`. Raises InputError for an invalid budget or device, FormError for a recurrence that the backend
+    cannot run.
     """
     gpu = _device(device)
     if seconds is None and cases is None:
@@ -190,9 +194,11 @@ def _take(result: Result, message: Message, told: Callable[[str], None]) -> None
 
 
 def tried(plan: Plan, given: Subject | None = None) -> Iterator[Message]:
-    """Messages of one process: "trying" before and "case" after every case, "failure" at once and shrunk at the end.
+    """The messages of one process: "trying" before every case, "case" after it, and "failure" twice for a failure, at
+    once and shrunk at the end.
 
-    After a failure that leaves the GPU unusable the last message is "lost", with the place for the next process.
+    After a failure that leaves the GPU unusable the last message is "lost", with the place where another process goes
+    on.
     """
     deadline = time.perf_counter() + (math.inf if plan.seconds is None else plan.seconds)
     left = math.inf if plan.cases is None else plan.cases
@@ -275,7 +281,7 @@ def _failure(
 
 @functools.cache
 def takes_empty() -> bool:
-    """True where packed sequences may be empty."""
+    """Whether packed sequences may be empty."""
     d = Declaration("decay", (("sigmoid(s)", "k * v"),), "q")
     x, s = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1)
     try:

@@ -43,9 +43,10 @@ def facts(structure: str, elementwise: bool, case: Case) -> list[str]:
 class Result:
     """Counts, worst errors and failures of a run.
 
-    rows: by (structure, dtype): cases, calls, undecided ones, the worst error and its quantity and case. quotas: the
-    number of cases of each of QUOTAS. seeds: of the runs. failures: each a dict with the script that repeats it. void:
-    draws whose oracle exceeds the dtype, which do not count as cases. residues: the values of T modulo RESIDUES.
+    rows: for each (structure, dtype) the number of cases, of calls and of undecided cases, and the worst error with its
+    quantity and case. quotas: the number of cases of each of QUOTAS. seeds: of the runs. failures: dicts, each with the
+    script that repeats it. void: the number of draws whose oracle exceeds the dtype; they are not cases. residues: the
+    values of T modulo RESIDUES that occurred.
     """
 
     device: str

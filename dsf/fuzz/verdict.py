@@ -11,7 +11,8 @@ from dsf.checking.measure import BLOCK
 
 @dataclass(frozen=True)
 class Finding:
-    """One failure. quantity: y, state, grad NAME, repeat QUANTITY, inputs or exception. head: of all batch rows."""
+    """One failure. quantity: y, state, grad NAME, repeat QUANTITY, inputs or exception. head: counted over all batch
+    rows."""
 
     quantity: str
     call: int
@@ -40,10 +41,10 @@ NO_NUMBER = ("exception", "inputs")
 class Verdict:
     """The result of testing a case.
 
-    status: "right"; "wrong"; "void" (the oracle's result exceeds the dtype); or "undecided" (the oracle itself has an
-    error above UNDECIDED of the tolerance when inputs or expressions' values change by one rounding, or when it is
-    computed in float32).
-    errors: the worst by quantity, relative as in dsf.check. finding: the failure, or the undecided one.
+    status: "right"; "wrong"; "void" (the oracle's result exceeds the dtype); or "undecided" (the oracle itself changes
+      by more than UNDECIDED of the tolerance if inputs or expressions' values change by one rounding, or if it is
+      computed in float32).
+    errors: the worst of each quantity, relative as in dsf.check. finding: what failed, or was undecided.
     """
 
     status: str

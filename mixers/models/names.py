@@ -40,17 +40,17 @@ NEAR = 0.8  # of two names that differ by a letter or a word's end
 
 
 def meant(name: str, fields: Iterable[str]) -> str | None:
-    """The field that a name of another library stands for, or is nearly spelt as."""
+    """The field that another library's name stands for, or whose spelling it nearly has; None without one."""
     known = {**USUAL, **WORKED_OUT, **{k: v for k, v in INSTEAD.items() if "=" not in v}}
     return known.get(name) or next(iter(difflib.get_close_matches(name, fields, n=1)), None)
 
 
 def ours(fields: dict[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(fields of a ModelConfig, the rest), of what a configuration of Hugging Face is made of.
+    """(fields of a ModelConfig, the other fields), of the fields of a Hugging Face configuration.
 
-    names: the fields of a ModelConfig. What is worked out (WORKED_OUT) stays in the rest where ours stands beside it,
-    as in files: see `agree`. Raises InputError for two names of one field with two values, for names that a model here
-    has no field for, and for names that are nearly ours.
+    names: the fields of a ModelConfig. Fields that follow from these (WORKED_OUT) stay among the others if ours is
+    given as well, as in files; `agree` compares them. Raises InputError for two names of one field with different
+    values, for names of features that a model here lacks, and for names that are nearly ours.
     """
     names, rest = list(names), dict(fields)
     own = {name: rest.pop(name) for name in names if name in rest}

@@ -17,10 +17,10 @@ Named = (str, Recurrence, type)  # what may stand for one mixer
 
 
 def mixer_name(mixer: Any) -> str:
-    """The text that stands for a mixer: a name of the zoo or `file.py:function`, from that, a Recurrence or a class.
+    """The text that stands for a mixer in a configuration: a name of the zoo or `file.py:function`.
 
-    Other names of the zoo's ("attention") become the zoo's own, by which models know what gets rotary positions.
-    Raises InputError for what cannot be found again by such a text.
+    mixer: such a text, a Recurrence or a class of layers. Other names ("attention") become the zoo's own, by which
+    models know which mixer gets rotary positions. Raises InputError for a mixer that no such text would find again.
     """
     if isinstance(mixer, str):
         return mixer if is_file(mixer) else canonical(mixer)
@@ -42,7 +42,7 @@ def mixer_name(mixer: Any) -> str:
 
 
 def check_causal(mixer: Any) -> None:
-    """Refuse layers that read both ways. Raises InputError."""
+    """Raise InputError for layers that read in both directions."""
     make = constructor_of(mixer)
     if isinstance(make, type) and issubclass(make, BothWays):
         raise InputError(
@@ -52,7 +52,7 @@ def check_causal(mixer: Any) -> None:
 
 
 def layer_in_model(mixer: Any, d_model: int, **options: Any) -> Mixer:
-    """`layer_for`, and InputError for a layer that takes more in every call than a model gives it, too."""
+    """`layer_for`. Raises InputError also for a layer whose calls need more tensors than a model gives."""
     layer = layer_for(mixer, d_model, **options)
     needs = getattr(layer, "needs", "")
     if needs:
@@ -76,9 +76,10 @@ def _in_file(mixer: Recurrence) -> str:
 
 
 def beside(fields: dict[str, Any], folder: Any) -> dict[str, Any]:
-    """Fields whose mixers are in files, with the files of the same names in the model's folder, where it has them.
+    """A configuration's fields, in which mixers in files are read from the files of these names in the model's folder,
+    if it has them.
 
-    Those are what was trained: the files at their old places may have been edited since, or be others.
+    Those files are what was trained. Files at the old places may have been edited since, or be others.
     """
 
     def found(mixer: str) -> str:

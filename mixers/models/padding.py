@@ -15,10 +15,10 @@ from dsf.mixers.models.parts import IGNORED
 
 @dataclass(frozen=True)
 class Unpadded:
-    """The places of the tokens of a batch with padding, or with several sequences in a row.
+    """Which places of a batch [B, T] hold tokens, and the sequences that these belong to.
 
-    where: their places among all B · T, int64, None for all of them. cu_seqlens: [S + 1] boundaries of the packed
-    tokens. begun: whether every sequence's last place has a token, so that padding on the left has ended.
+    where: int64, the places with tokens among all B · T; None: all. cu_seqlens: boundaries [S + 1] of the sequences of
+    the packed tokens. begun: whether every sequence's last place has a token, so that padding on the left has ended.
     """
 
     where: Tensor | None
@@ -27,16 +27,16 @@ class Unpadded:
 
     @property
     def empty(self) -> bool:
-        """Whether all is padding."""
+        """Whether all places are padding."""
         return self.where is not None and not len(self.where)
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [1, tokens, ...]."""
+        """x [B, T, ...] -> its tokens [1, tokens, ...]."""
         rows = x.flatten(0, 1)
         return (rows if self.where is None else rows[self.where]).unsqueeze(0)
 
     def unpack(self, y: Tensor, shape: torch.Size) -> Tensor:
-        """[1, tokens, D] -> [B, T, D], zeros where padding is. shape: (B, T)."""
+        """y [1, tokens, D] -> [B, T, D], with zeros at padding. shape: (B, T, ...)."""
         if self.where is None:
             return y[0].unflatten(0, tuple(shape[:2]))
         filled = y.new_zeros(shape[0] * shape[1], y.shape[-1]).index_copy(0, self.where, y[0])
@@ -46,13 +46,14 @@ class Unpadded:
 def unpadded(
     attention_mask: Any, batch: int, tokens: int, layer: Any = None, position_ids: Tensor | None = None
 ) -> Unpadded | None:
-    """The unpadded tokens of a call's B · T by a mask [B, past + T], and their sequences; None for one in every row
-    without padding.
+    """The `Unpadded` places of a call on [B, T]; None if every row is one sequence without padding.
 
-    Waits for the device, to read the number of tokens; not for one token of sequences that have begun, as generation
-    passes no padding then: of such, masks on a CPU alone are read. layer: the `Kept` state of the first of the mixers,
-    if the sequences go on from one. position_ids: without such a state, what begins again at 0 is a sequence of its own
-    (`beginnings`). Raises InputError for other shapes, and for sequences without a token that do not go on.
+    attention_mask: [B, earlier tokens + T], 0 for padding. layer: the first mixer's `Kept` state, if the sequences go
+    on from one. position_ids: without such a state, a position 0 begins a sequence of its own (`beginnings`).
+
+    It waits for the device, to read the number of tokens. For one token of sequences that have begun it only reads
+    masks on a CPU, since generation passes no padding then. Raises InputError for other shapes, and for sequences that
+    have no token and do not go on from a state.
     """
     real = real_tokens(attention_mask, batch, tokens, layer)
     begins = None if layer is not None else beginnings(position_ids, real, batch, tokens)
@@ -73,7 +74,7 @@ def unpadded(
 
 
 def real_tokens(attention_mask: Any, batch: int, tokens: int, layer: Any = None) -> Tensor | None:
-    """Which of a call's tokens are no padding, bool [B, T]; None for all. As `unpadded`."""
+    """bool [B, T], True for the tokens of a call that are no padding; None: all of them. Arguments as of `unpadded`."""
     if isinstance(attention_mask, dict):  # generate() makes one for each type of layer
         attention_mask = attention_mask.get("linear_attention", next(iter(attention_mask.values()), None))
     if attention_mask is None:
@@ -90,11 +91,11 @@ def real_tokens(attention_mask: Any, batch: int, tokens: int, layer: Any = None)
 
 
 def beginnings(position_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """Tokens at position 0 behind another token of their row, bool [B, T], which begin a packed sequence; None without
-    any.
+    """bool [B, T], True for tokens at position 0 behind another token of their row, which begin a packed sequence; None
+    without any.
 
-    Collators that pack without cu_seqlens mark the texts only by positions [1 or B, T]; ignoring these would leak one
-    text into the next. real: bool [B, T], tokens that are no padding, None for all.
+    position_ids: [1 or B, T]. Collators that pack without cu_seqlens mark texts by positions alone, and to ignore these
+    would leak one text into the next. real: bool [B, T], the tokens that are no padding; None: all.
     """
     begins = _at_zero(position_ids, batch, tokens)
     if begins is None:
@@ -113,8 +114,8 @@ def _at_zero(position_ids: Tensor | None, batch: int, tokens: int) -> Tensor | N
 
 
 def predicted(labels: Tensor, attention_mask: Any, position_ids: Tensor | None = None) -> Tensor:
-    """Labels [B, T] without those that the place before does not predict: it is padding, or of another sequence, which
-    positions say. Does not wait for the device."""
+    """Labels [B, T] with -100 where the place before cannot predict them: it is padding, or of another sequence, as
+    position_ids tell. It does not wait for the device."""
     batch, tokens = labels.shape
     begins = _at_zero(position_ids, batch, tokens)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:

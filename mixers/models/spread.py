@@ -15,7 +15,8 @@ from dsf.mixers.models.parts import next_labels
 def targets_of(
     model: Any, labels: Tensor | None, moved: Tensor | None, cu_seqlens: Tensor | Packing | None
 ) -> Tensor | None:
-    """The targets of the tokens, or None. Raises InputError for labels of a sequence over ranks, and for both kinds."""
+    """The targets of the tokens; None without labels. labels: as of `CausalLM.forward`. moved: its shift_labels. Raises
+    InputError if both are given, and for labels of a sequence that ranks share."""
     if labels is not None and moved is not None:
         raise InputError("labels and shift_labels are both given; shift_labels are labels that were moved on already")
     if labels is None:
@@ -40,8 +41,8 @@ def world_of(model: Any) -> Any:
 
 
 def refuse_decoding(name: str, model: Any) -> None:
-    """Raise InputError for tokens one by one where ranks share the sequences: each would take a new token for a
-    further one of its own, behind or in front of those of the others."""
+    """Raise InputError for decoding while ranks share the sequences: every rank would take the new token for one of its
+    own, behind or in front of the other ranks' tokens."""
     world = world_of(model)
     if world is not None and world.ranks > 1:
         raise InputError(
@@ -53,8 +54,8 @@ def refuse_decoding(name: str, model: Any) -> None:
 def padding_of(model: Any, x: Tensor, bounds: Tensor | None, find: Callable[[], Any]) -> Any:
     """The padding that `find` finds of a call, or None. x: the tokens [B, T, ...]; bounds: cu_seqlens.
 
-    Raises InputError where ranks share the sequences and this rank's mask or positions say where some begin or end,
-    since nobody knows those of the whole row then. Every rank is told, as of other errors.
+    Raises InputError, on every rank, if ranks share the sequences and this rank's mask or positions say where some
+    begin or end, since no rank knows the whole row then.
     """
     world = world_of(model)
     if world is None or world.ranks == 1:
