@@ -1,17 +1,17 @@
 """dsf: sequence mixers declared as dynamical systems S_t = A_t S_{t-1} + B_t, y_t = C_tᵀ S_t + D_t.
 
-    f = dsf.recurrence(function)      of annotated inputs, dsf.Key, dsf.Value, dsf.Scalar ..., returning a dsf.System
+    f = dsf.recurrence(function)      function takes inputs annotated dsf.Key, dsf.Value, ... and returns a dsf.System
     y = f(q, k, v, ...)               (y, final state) with return_state=True; f.step decodes, f.plan says what runs
-    print(dsf.check(f))               every form of it against a float64 oracle, forward and backward
-    f.trajectory(q, k, v, ...)        A, B, C and D of every token; dsf.analysis has measures of them
-    dsf.learn(loss)                   a recurrence from an objective, dsf.Memory
-    dsf.mixers                        the zoo: recurrences (gated_deltanet), and layers (GatedDeltaNet) of their papers
+    print(dsf.check(f))               compares every form of f with a float64 oracle, forward and backward
+    f.trajectory(q, k, v, ...)        A, B, C and D of every token; dsf.analysis.measures takes it
+    dsf.learn(loss, by=...)           a System from an objective in a dsf.Memory
+    dsf.mixers                        the zoo: recurrences (gated_deltanet) and their papers' layers (GatedDeltaNet)
     dsf.models                        language models around any of them
-    dsf.convert(model)                a model that exists, its mixers run as recurrences
-    dsf.parallel                      a sequence over many ranks
-    dsf.validate, dsf.testing         checks of inputs while they run, and laws for your own tests
+    dsf.convert(model)                lets dsf run the mixers of an existing model
+    dsf.parallel                      a sequence, or the heads of layers, over many ranks
+    dsf.validate, dsf.testing         checks of calls while they run, and random inputs for your own tests
 
-docs/tutorial.md begins with nothing, docs/language.md has all of the language.
+docs/tutorial.md is a first example, docs/language.md describes the whole language.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The zoo: every mixer as one recurrence, many as a layer. A new mixer is one file and one line of `ZOO`."""
+"""The zoo: every mixer as a recurrence, and most as a layer. A new mixer is one file and one line of `ZOO`."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class RGLRU(Mixer):
     activation. Lambda begins as in the paper, with a^8 uniform in [0.9, 0.999] (recurrentgemma draws a itself there,
     then raises it to the power 8). bare: neither convolution nor GELU branch.
 
-    reset, of `forward` [B, T] and `step` [B]: nonzero where a sequence begins, besides the first tokens of packed
-    sequences and of calls without a state.
+    reset, of `forward` [B, T] and `step` [B]: nonzero where a sequence begins. The first token of a sequence in a call
+    without a state begins one anyway.
     """
 
     recurrence = rg_lru_biased

@@ -1,4 +1,7 @@
-"""More than one GPU: one sequence over many ranks, for every recurrence, on torch.distributed (docs/parallel.md)."""
+"""More than one GPU: ranks share the tokens of a sequence, for every recurrence, or the heads of layers.
+
+On torch.distributed; docs/parallel.md.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
