@@ -23,7 +23,7 @@ def _gradients(ctx: Any, dy: Tensor | None, final_gradient: Tensor | None, _: Te
     if dy is None:
         dy = q.new_zeros(*q.shape[:2], ctx.heads, v.shape[-1])
     end = final_gradient if ctx.final else None
-    *main, first = torch.ops.dsf.chunk_matrix_backward.default(
+    *main, _, first = torch.ops.dsf.chunk_matrix_backward.default(
         dy, end, q, k, v, decay, source, erase, read, state, solve, ctx.heads, ctx.log
     )
     rows = [_sum_groups(x, like) for x, like in zip(main, (q, k, v), strict=False)]
@@ -48,7 +48,7 @@ chunk_matrix = operator(
 )
 operator(
     f"chunk_matrix_backward(Tensor dy, Tensor? final_gradient, {_INPUTS}, Tensor solve, int heads, bool log) -> "
-    f"({', '.join(['Tensor'] * 8)})",
+    f"({', '.join(['Tensor'] * 9)})",
     _chunk_matrix_backward,
 )
 torch.library.register_autograd("dsf::chunk_matrix", _gradients, setup_context=_setup, lib=LIBRARY)

@@ -144,6 +144,12 @@ def test_a_tensor_that_is_no_argument_is_an_error():
         Scheduled(lambda x: x + elsewhere)(torch.randn(3, 4))
 
 
+def test_as_many_results_as_the_schema_has():
+    """Torch ends the process where an operator returns another number of tensors."""
+    with pytest.raises(TypeError, match="returns 2 tensors, its schema has 3"):
+        Scheduled(lambda x: (x + 1, x + 2), results=3)(torch.randn(3))
+
+
 def test_what_a_schedule_cannot_say_is_an_error():
     with pytest.raises(AssertionError, match="no place"):
         Scheduled(torch.sort)(torch.randn(3))

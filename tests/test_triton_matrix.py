@@ -479,6 +479,22 @@ def test_operator_passes_opcheck(recurrence):
     torch.library.opcheck(matrix_mixer_backward, given, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_the_operator_of_the_chunk_kernels_alone_has_the_gradients_of_the_schema():
+    """The one that tests on GPUs compile and capture (chunk_operator.py)."""
+    from chunk_operator import chunk_matrix
+
+    q, k, v, state = (torch.randn(s, requires_grad=True) for s in [(1, 9, 1, 16)] * 3 + [(1, 1, 16, 16)])
+    y, final, _ = chunk_matrix(q, k, v, None, None, None, None, state, 1, True, True, False)
+    exact = get("unnormalized_linear_attention").recurrence
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, state)]
+    expected = exact(*wide[:3], initial_state=wide[3], return_state=True, form="naive")
+    up = torch.randn_like(y), torch.randn_like(final)
+    found = torch.autograd.grad((y, final), (q, k, v, state), up)
+    right = torch.autograd.grad(expected, wide, [x.double() for x in up])
+    for a, b in zip((y, final, *found), (*expected, *right), strict=True):
+        assert float((a - b).detach().abs().max() / b.detach().abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize(
     "name, dtype", [("gated_deltanet", torch.float32), ("ssd", torch.float32), ("mlstm", torch.bfloat16)]
 )

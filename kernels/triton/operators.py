@@ -54,10 +54,13 @@ class Scheduled:
 
     host takes the operator's arguments, with slots in place of tensors, and hashable options. It returns slots, in
     tuples and lists, none of which is an argument. It may depend on torch's matmul precision, but on nothing else.
+    results: how many the operator's schema has, if several.
     """
 
-    def __init__(self, host: Callable[..., Any], behind: Callable[..., Any] | None = None) -> None:
-        self.host, self.behind = host, behind
+    def __init__(
+        self, host: Callable[..., Any], behind: Callable[..., Any] | None = None, results: int | None = None
+    ) -> None:
+        self.host, self.behind, self.results = host, behind, results
 
     def __call__(self, *args: Any) -> Any:
         """The operator's result, on the GPU of its first tensor."""
@@ -109,7 +112,10 @@ class Scheduled:
     ) -> Schedule:
         book = Book(tensors, align, device)
         given = iter(book.given)
-        return book.schedule(self.host(*(_replaced(x, given) for x in args)))
+        found = self.host(*(_replaced(x, given) for x in args))
+        if self.results is not None and len(found) != self.results:  # torch would end the process
+            raise TypeError(f"{self.host.__name__} returns {len(found)} tensors, its schema has {self.results}")
+        return book.schedule(found)
 
     def _behind(self, args: tuple[Any, ...], made: Schedule, device: torch.device) -> Sequence[Launch]:
         """What the gradients of a call of this schedule will launch, none if none are wanted."""
@@ -200,7 +206,8 @@ def operator(
     behind: (the result without memory, *arguments) -> the operator that its gradients will call and its arguments, or
     None where none are wanted. Its kernels are compiled beside the operator's own; nothing else depends on it.
     """
-    name, scheduled = schema.split("(")[0], Scheduled(host, behind)
+    name, several = schema.split("(")[0], torch._C.parse_schema(f"dsf::{schema}").returns
+    scheduled = Scheduled(host, behind, len(several) if len(several) > 1 else None)
     LIBRARY.define(schema)
     LIBRARY.impl(name, scheduled, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsf::{name}", scheduled.shapes, lib=LIBRARY)
