@@ -22,7 +22,7 @@ from dsf.mixers._sizes import WIDEST, heads_to_try
 LAW_BROKEN = 1
 FAILED = "dsf: {} failed: {}"
 RATES = "2e-3,6e-3,1.8e-2"
-QUICK = {"steps": 100, "recall": 200}  # steps of each run by default: a comparison of FEW ends within minutes
+QUICK = {"steps": 100, "recall": 240}  # steps of each run by default: a comparison of FEW ends within minutes
 LONG = {"steps": 400, "recall": 600}  # --thorough
 SIZES = ("d_model", "layers", "n_heads", "d_state", "headdim", "batch", "seq")
 _NAME = "a mixer of the zoo, or file.py:function for a recurrence of your own"
@@ -41,7 +41,7 @@ def compare(
         int | None, typer.Option(min=1, help="training steps of each run (default 100, --thorough 400)")
     ] = None,
     recall: Annotated[
-        int | None, typer.Option(min=0, help="steps of the recall task (0: none; default 200, --thorough 600)")
+        int | None, typer.Option(min=0, help="steps of the recall task (0: none; default 240, --thorough 600)")
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="runs of each layer (default 3)")] = None,
     seed: Annotated[
