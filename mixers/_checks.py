@@ -32,7 +32,7 @@ def check_call(
     def look() -> None:
         check_input(layer, x, spread=world is not None)
         if mask is not None:
-            check_mask(type(layer).__name__, mask, cu_seqlens)
+            check_mask(type(layer).__name__, mask, cu_seqlens, x)
         if cu_seqlens is not None:  # of all ranks' tokens where there are ranks
             check_row(type(layer).__name__, cu_seqlens, x.shape[0], x.shape[1] if world is None else None)
 
@@ -87,14 +87,17 @@ def check_in_place(name: str, state: Any) -> None:
                 )
 
 
-def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
-    """Raise InputError, naming the layer, unless the mask is all ones (no padding)."""
+def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None, x: Tensor) -> None:
+    """Raise InputError, naming the layer, unless the mask is all ones (no padding), for as many tokens as x has or,
+    with those of earlier calls, more."""
     if cu_seqlens is not None:
         raise InputError(f"{name}: attention_mask and cu_seqlens are both given; cu_seqlens alone says it all")
     if not isinstance(mask, Tensor):
         raise InputError(f"{name}: attention_mask must be a tensor [B, T] of ones, got {type(mask).__name__}")
     if mask.dim() != 2:
         raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
+    if not torch.compiler.is_compiling() and (mask.shape[0] not in (1, x.shape[0]) or mask.shape[1] < x.shape[1]):
+        raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, and x has {list(x.shape[:2])} tokens")
     if torch.compiler.is_compiling():
         torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
     elif not bool(mask.all()):

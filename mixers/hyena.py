@@ -141,7 +141,7 @@ class Hyena(Owner):
         if state is not None:
             self._refuse("continues no state")
         if attention_mask is not None:
-            check_mask("Hyena", attention_mask, cu_seqlens)
+            check_mask("Hyena", attention_mask, cu_seqlens, x)
         if parallel is not None:
             raise InputError(f"Hyena: {self.needs_all_tokens}, so ranks cannot share a sequence (parallel=)")
         if cu_seqlens is not None:

@@ -416,6 +416,11 @@ def test_masks_of_ones_pass_and_padding_is_refused_with_a_way_out(entry):
         layer(x[:1], cu_seqlens=torch.tensor([0, 2, 5]), attention_mask=torch.ones(1, 5))
     with pytest.raises(dsf.InputError, match=r"\[B, T\] of ones"):
         layer(x, attention_mask=torch.ones(2, 1, 5, 5))
+    for shape in ((2, 4), (3, 5)):
+        with pytest.raises(dsf.InputError, match=r"attention_mask has shape .*, and x has \[2, 5\] tokens"):
+            layer(x, attention_mask=torch.ones(shape))
+    for shape in ((1, 5), (2, 9)):  # of all rows alike, and with earlier tokens
+        assert torch.equal(layer(x, attention_mask=torch.ones(shape), use_cache=False)[0], masked)
 
 
 def test_the_way_out_of_padding_works():
