@@ -18,17 +18,17 @@ TEXT = """# Speed and memory on a CPU
 Made by `python benchmarks/cpu.py` (or `make bench`) from `benchmarks/results/cpu.json`; a test holds the two together.
 
 Forward and backward, float32, {threads} threads, Python {python}, {versions}; commit{s} {commits}.
-Both sides ran in one process on the same inputs, in turns; times are medians, but of one run where the other side takes
-minutes. *error* is the worst head and block of 64 tokens against the float64 recurrence, on the first 512 tokens.
-*peak* is the tensors alive at once above the inputs, followed allocation by allocation. *ratio* is the other time over
-ours; in brackets is what the project set out to reach.
+Both sides ran in one process on the same inputs, in turns. Times are medians of several runs; a side that takes minutes
+ran once, without a peak. *error* is that of the worst head and block of 64 tokens against the float64 recurrence, on the
+first 512 tokens. *peak* is the most memory that tensors beside the inputs take at one time, counted at every allocation.
+*ratio* is the other side's time over ours, with the project's target in brackets.
 
 | work | shape | who | time (ms) | peak (MiB) | error | ratio |
 |---|---|---|---:|---:|---:|---:|
 {rows}
 
-Time-invariant systems (s4d) are compared with the scan of the same declaration; they run as convolutions. The other
-implementations are the pure-torch paths that run without a GPU: `torch_chunk_gated_delta_rule`,
+`value_decay` runs by chunks and has no implementation elsewhere; *dsf, scan* is the scan form of the same declaration.
+The other implementations are the pure-torch paths that run without a GPU: `torch_chunk_gated_delta_rule`,
 `mamba2_chunk_scan` and `mamba_selective_scan` of transformers, and the parallel scan of mambapy. The backward pass of
 `mamba_selective_scan` is quadratic in T (it slices the whole sequence at every token), so its ratio depends on T.
 """
