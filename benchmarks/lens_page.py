@@ -17,13 +17,13 @@ PAGE = ROOT / "docs" / "transformer-lens.md"
 TEXT = """# Beside transformer-lens
 
 transformer-lens is the best-known way to look inside transformers, and its version 4.3 looks into recurrent layers too. This page
-says which of this library's measures it has for five kinds of layer, and how far its pictures are from the exact
-kernel matrix Phi (y = Phi · u, [forms](forms.md#the-matrix)) where both can be computed. What it is for, hooks on every activation and
-interventions on them, is not in the table: this library does not do that.
+says which of this library's measures transformer-lens has for kinds of layers, and how far its pictures are from the exact kernel
+matrix Phi (y = Phi · u, [forms](forms.md#the-matrix)) where both can be computed. Its main purpose, hooks on every activation and
+interventions on them, has no table here, since this library does not do that.
 
 Measured by `python benchmarks/lens.py` with {versions}, on the tiny random models of `tests/convert_models.py`, first layer,
 {tokens} tokens, float32; the page is made from `benchmarks/results/lens.json` and a test holds the two together. Errors are
-‖theirs - exact‖ / ‖exact‖ (Frobenius), exact being `measures.kernel_matrix` of the model that `dsf.convert` converted.
+‖theirs - exact‖ / ‖exact‖ (Frobenius), where *exact* is `measures.kernel_matrix` of the model that `dsf.convert` converted.
 
 | layer | its view of Phi | error of its view | `dsf` |
 |---|---|---:|---|
@@ -35,12 +35,12 @@ Measured by `python benchmarks/lens.py` with {versions}, on the tiny random mode
 | RG-LRU (RecurrentGemma) | none: {gemma} hooks, around the block | - | exact |
 
 * Gated DeltaNet: the view leaves out what the delta rule erases, the normalisation of q and k, and the factor 1/√N. Its
-  picture applied to v is off from the layer's output by {output:.2f} of it. Given normalised, scaled q and k by hand, the picture is
-  still off by {normalised:.2f} here: that is the erasure alone. Its `compute_ssm_state` runs the whole rule, so states are right
-  where the picture is not.
-* Mamba, Mamba-2: from a plain `run_with_cache` it raises "{refusal}" with the transformers named above; with
-  `eager_scan = True` on the layer it is exact once `include_dt_scaling=True` is given and D is added on the diagonal.
-  The picture it gives by default has neither.
+  picture applied to v differs from the layer's output by {output:.2f} of the output. If q and k are normalised and scaled by hand, the
+  picture is still off by {normalised:.2f} here: that is the erasure alone. transformer-lens' `compute_ssm_state` runs the whole rule, so
+  its states are right although its picture is not.
+* Mamba, Mamba-2: after a plain `run_with_cache` the view raises "{refusal}" with the version of transformers named above. With
+  `eager_scan = True` on the layer it is exact, if `include_dt_scaling=True` is given and D is added on the diagonal.
+  The default picture has neither.
 
 | measure | softmax | Mamba | Mamba-2 | Gated DeltaNet | KDA | `dsf` |
 |---|---|---|---|---|---|---|
@@ -54,8 +54,8 @@ Measured by `python benchmarks/lens.py` with {versions}, on the tiny random mode
 | state size and cost against context | no | no | no | no | no | all: `state_size`, `costs` |
 | steering an activation in the middle of a run | yes | yes | yes | yes | no | no |
 
-Its "no" for eigenvalues, half-lives, exponents and effective state sizes is the result of a search for these words in its
-source: eigenvalues occur there of products of weight matrices (`FactoredMatrix`) alone, the others not at all.
+The "no" for eigenvalues, half-lives, exponents and effective state sizes is the result of a search for these words in the source of
+transformer-lens: it has eigenvalues only of products of weight matrices (`FactoredMatrix`), and the others nowhere.
 """
 
 
