@@ -32,7 +32,7 @@ from dsf import (
     turn,
 )
 from dsf.language import functions
-from dsf.language.instead import hint
+from dsf.language.instead import hint, told
 
 
 def operator_times_operator(q: Key, k: Key, v: Value):
@@ -598,6 +598,12 @@ def test_errors_name_the_recurrence_and_the_line(function, text, line):
     start = function.__code__.co_firstlineno
     assert path == __file__ and start < int(number) < start + 5
     assert line in source
+
+
+def test_a_guess_of_python_gives_way_to_what_is_to_be_written():
+    # As Python 3.13 words it; earlier ones say nothing more.
+    guessed = "System.__init__() got an unexpected keyword argument 'normalise'. Did you mean 'normalize'?"
+    assert re.search(r"argument 'normalise'; it is System\(A, B, C, .*normalize=", told(TypeError(guessed)))
 
 
 @pytest.mark.parametrize("function, text", ON_THE_WHOLE, ids=lambda x: getattr(x, "__name__", ""))

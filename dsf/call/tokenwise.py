@@ -23,7 +23,7 @@ from dsf.kernels.triton.registry import Registry
 from dsf.language.annotations import Input, kinds_of
 from dsf.language.errors import DsfError, InputError, TraceError
 from dsf.language.expr import KEY, VALUE, Expr, as_expr, children_first, inputs_of, symbol_of
-from dsf.language.instead import hint
+from dsf.language.instead import told
 from dsf.language.places import noting
 from dsf.language.primitives import BY_TORCH_ALONE
 from dsf.language.trace import line_of
@@ -73,7 +73,7 @@ class Tokenwise:
                 self._check(root)
             except Exception as error:
                 where = line_of(places, error)
-                raise TraceError(f"{self.__name__}: {error}{hint(error)}\n  {where}") from error
+                raise TraceError(f"{self.__name__}: {told(error)}\n  {where}") from error
         self.expression: Expr = root
         self._unprinted = {x.op for x in children_first(root)} & BY_TORCH_ALONE
         text = repr(([(i.name, str(i.kind)) for i in self.inputs], _content(root)))

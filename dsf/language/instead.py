@@ -70,6 +70,12 @@ def no_number(x: Any) -> str:
     return f"{found}; 0 is nothing" if x is None else found
 
 
+def told(error: Exception) -> str:
+    """An error's words and what to write instead, in place of the guess that Python 3.13 adds to its own."""
+    more = hint(error)
+    return f"{error}".partition(". Did you mean ")[0] + more if more else f"{error}"
+
+
 def hint(error: Exception) -> str:
     """Behind the words of one of Python's own errors, or nothing."""
     known = getattr(sys.modules.get("dsf"), "__all__", ())

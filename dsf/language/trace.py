@@ -13,7 +13,7 @@ from dsf.language.annotations import Input, Kind, kinds_of
 from dsf.language.attention import check_attention
 from dsf.language.errors import TraceError
 from dsf.language.expr import KEY, VALUE, Expr, children_first, const, inputs_of, symbol_of
-from dsf.language.instead import hint
+from dsf.language.instead import told
 from dsf.language.places import PAIRS, Places, noting, takers
 from dsf.language.reads import apart
 from dsf.language.solve import check_solve
@@ -44,7 +44,7 @@ def trace(function: Function) -> Spec:
             _check(spec)
         except Exception as error:
             where = line_of(places, error, system)
-            raise TraceError(f"{function.__name__}: {error}{hint(error)}\n  {where}") from error
+            raise TraceError(f"{function.__name__}: {told(error)}\n  {where}") from error
     pairs = places.of(PAIRS)
     if pairs is not None:
         takers[spec] = pairs
