@@ -19,9 +19,9 @@ Made by `python benchmarks/cpu.py` (or `make bench`) from `benchmarks/results/cp
 
 Forward and backward, float32, {threads} threads, Python {python}, {versions}; commit{s} {commits}.
 Both sides ran in one process on the same inputs, in turns. Times are medians of several runs; a side that takes minutes
-ran once, without a peak. *error* is that of the worst head and block of 64 tokens against the float64 recurrence, on the
-first 512 tokens. *peak* is the most memory that tensors beside the inputs take at one time, counted at every allocation.
-*ratio* is the other side's time over ours, with the project's target in brackets.
+ran once, without a peak. *error* is that of the worst head and block of 64 tokens against the float64 recurrence, on
+the first 512 tokens. *peak* is the most memory that tensors beside the inputs take at one time, counted at every
+allocation. *ratio* is the other side's time over ours, with the project's target in brackets.
 
 | work | shape | who | time (ms) | peak (MiB) | error | ratio |
 |---|---|---|---:|---:|---:|---:|
