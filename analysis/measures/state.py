@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dsf.analysis.measures.kernel import entropy_rank
 from dsf.analysis.measures.norms import singular_values
-from dsf.call.bind import Sizes, angle_width, cached_heads, state_keys
-from dsf.call.cost import cache_shape
+from dsf.call.bind import Sizes, state_keys
+from dsf.call.cost import cache_angles, cache_shape
 from dsf.call.plan import Plan
 from dsf.call.recurrence import Recurrence
 from dsf.kernels.phi import injection_row
@@ -183,9 +183,7 @@ def state_size(
         kept = context if window is None else min(context, window)
         shared = [i.name for i in spec.inputs if i.kind.time and i.kind.axes] if key_heads else []
         sizes = Sizes(1, kept, heads, N, state_keys(spec, N), P, dict.fromkeys(shared, key_heads or heads))
-        _, (_, angles) = cached_heads(spec, sizes)
-        turned = angles * angle_width(spec, sizes) if angles else 0
-        return StateSize(math.prod(cache_shape(spec, sizes)) + turned, conv, width)
+        return StateSize(math.prod(cache_shape(spec, sizes)) + cache_angles(spec, sizes), conv, width)
     rows, columns = recurrence.state_shape(N=N, P=P)
     return StateSize(heads * rows * columns, conv, width)
 

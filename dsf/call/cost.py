@@ -23,9 +23,15 @@ def cache_shape(spec: Spec, sizes: Sizes) -> tuple[int, ...]:
 def cache_bytes(spec: Spec, sizes: Sizes, dtype: torch.dtype) -> int:
     """Bytes of attention's cache, without lengths: keys and values in `dtype`, biases and angles in the state's."""
     batch, kept, numbers = cache_shape(spec, sizes)
-    _, (biases, angles) = cached_heads(spec, sizes)
-    wide = state_bytes((kept * biases + (angles * angle_width(spec, sizes) if angles else 0),), dtype)
+    biases = cached_heads(spec, sizes)[1][0]
+    wide = state_bytes((kept * biases + cache_angles(spec, sizes),), dtype)
     return batch * (kept * (numbers - biases) * dtype.itemsize + wide)
+
+
+def cache_angles(spec: Spec, sizes: Sizes) -> int:
+    """Angles in attention's cache of one sequence, 0 without turns."""
+    heads = cached_heads(spec, sizes)[1][1]
+    return heads * angle_width(spec, sizes) if heads else 0
 
 
 def state_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
