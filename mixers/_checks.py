@@ -96,10 +96,10 @@ def check_mask(name: str, mask: Tensor, cu_seqlens: Tensor | Packing | None, x: 
         raise InputError(f"{name}: attention_mask must be a tensor [B, T] of ones, got {type(mask).__name__}")
     if mask.dim() != 2:
         raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, expected [B, T] of ones")
-    if not torch.compiler.is_compiling() and (mask.shape[0] not in (1, x.shape[0]) or mask.shape[1] < x.shape[1]):
-        raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, and x has {list(x.shape[:2])} tokens")
     if torch.compiler.is_compiling():
         torch._assert_async(mask.all(), f"{name}: attention_mask has padding; pack the tokens, give cu_seqlens")
+    elif mask.shape[0] not in (1, x.shape[0]) or mask.shape[1] < x.shape[1]:
+        raise InputError(f"{name}: attention_mask has shape {list(mask.shape)}, and x has {list(x.shape[:2])} tokens")
     elif not bool(mask.all()):
         padded = int((mask == 0).sum())
         raise InputError(

@@ -200,10 +200,11 @@ def test_a_cache_counts_biases_and_angles_in_the_states_dtype(dtype, by_pair, wi
     def turned(q: Key, k: Key, v: Value, f: Scalar, th: Pair if by_pair else Scalar) -> System:
         return System(sigmoid(f) * turn(th), exp_features(k) * v, exp_features(q), normalize=ratio, window=window)
 
-    inputs = structures.sample(dsf.recurrence(turned), T=9, N=4, dtype=dtype)
-    _, cache = dsf.recurrence(turned)(**inputs, return_state=True)
+    recurrence = dsf.recurrence(turned)
+    inputs = structures.sample(recurrence, T=9, N=4, dtype=dtype)
+    _, cache = recurrence(**inputs, return_state=True)
     assert cache.bias is not None and cache.angle is not None
-    assert dsf.recurrence(turned).plan(**inputs).state_bytes == held_bytes(cache)
+    assert recurrence.plan(**inputs).state_bytes == held_bytes(cache)
 
 
 def test_a_cache_counts_the_heads_it_keeps():
