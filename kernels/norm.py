@@ -85,7 +85,7 @@ def added_rms_norm(
         if then is not None and dtype == then.dtype and few(x, then):
             from dsf.kernels.triton.layer.product import added_row_product
 
-            total, mapped = added_row_product(x, other, then, None, weight, eps, older(then))
+            total, mapped = added_row_product(x, other, then, None, weight, eps, older(then, weight))
             return total, mapped.view(*x.shape[:-1], then.shape[0])
         from dsf.kernels.triton.layer.norm_ops import added_norm
 
@@ -114,7 +114,7 @@ def added_norm_and_maps(
     from dsf.kernels.triton.layer.product import added_row_product
 
     bias = None if bias is None else bias.contiguous()
-    early = ahead and older(matrix)
+    early = ahead and older(matrix, weight, bias)
     total, made, normal = added_row_product(x, other, matrix, bias, weight, eps, early, True, *sigmoid)
     return total, normal, made.view(*x.shape[:-1], matrix.shape[0])
 
@@ -133,7 +133,7 @@ def _fused(x: Tensor, gate: Tensor | None, weight: Tensor | None, then: Tensor |
     if then is not None and options[-1] == then.dtype and few(x, then):
         from dsf.kernels.triton.layer.product import row_product
 
-        found: Tensor = row_product(x, then, None, gate, weight, *options[:-1], older(then))
+        found: Tensor = row_product(x, then, None, gate, weight, *options[:-1], older(then, weight))
         return found.view(*x.shape[: -1 if x.shape[-1] == then.shape[1] else -2], then.shape[0])
     from dsf.kernels.triton.layer.norm_ops import gated_norm, mapped_norm
 

@@ -39,10 +39,10 @@ def _left_alone(*tensors: Tensor) -> bool:
     return not (casts or any(hasattr(x, "device_mesh") for x in tensors))
 
 
-def older(matrix: Tensor) -> bool:
-    """Whether a kernel may read a matrix before the launch before it has ended: that of a module, which is not what
-    some other launch has just made."""
-    return isinstance(matrix, nn.Parameter)
+def older(*given: Tensor | None) -> bool:
+    """Whether a kernel may read all these before the launch before it has ended: parameters of modules, which are not
+    what some other launch has just made."""
+    return all(x is None or (isinstance(x, nn.Parameter) and x.is_contiguous()) for x in given)
 
 
 def takes(x: Tensor, matrix: Tensor) -> bool:
@@ -65,8 +65,8 @@ def linear(
     rounded once.
 
     backend: "triton" (few rows, no gradients; also in Triton's interpreter), "torch", or "auto". ahead: the launch
-    before this one does not write the matrix (`older`). sigmoid: the first output that passes one, and the one after
-    the last.
+    before this one writes neither matrix nor bias (`older`). sigmoid: the first output that passes one, and the one
+    after the last.
     """
     low, high = sigmoid
     if not multiplies(x, matrix, bias, backend):
@@ -74,7 +74,7 @@ def linear(
         return y if low == high else torch.cat([y[..., :low], y[..., low:high].sigmoid(), y[..., high:]], -1)
     from dsf.kernels.triton.layer.product import row_product
 
-    early = ahead and older(matrix)
+    early = ahead and older(matrix, bias)
     found: Tensor = row_product(x, matrix, bias, None, None, matrix.shape[1], False, False, 0, 0.0, early, low, high)
     return found.view(*x.shape[:-1], matrix.shape[0])
 

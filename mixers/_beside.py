@@ -199,8 +199,12 @@ def all_of(x: Tensor, maps: Sequence[Any]) -> tuple[Tensor, Tensor | None] | Non
     bias = _joined(biases) if biases and whole is not None else None
     if whole is None or (biases and bias is None):
         return None
-    # of modules, as its parts are, and with their requires_grad, by which torch chooses how to multiply
-    return nn.Parameter(whole, whole.requires_grad), bias
+    # of modules, as their parts are, and with their requires_grad, by which torch chooses how to multiply
+    return _parameter(whole), None if bias is None else _parameter(bias)
+
+
+def _parameter(x: Tensor) -> nn.Parameter:
+    return nn.Parameter(x, x.requires_grad)
 
 
 def parts_of(made: Tensor, maps: Sequence[Any]) -> tuple[Tensor, ...]:

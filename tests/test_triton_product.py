@@ -186,9 +186,11 @@ def test_the_norm_of_a_sum_and_its_maps(rows, biased, launched):
     normal = definition(total, weight.double(), None, 1, False, "silu", 1e-5)
     made = normal @ matrix.double().T + (bias.double() if biased else 0)
     made[..., 10:13] = made[..., 10:13].sigmoid()
-    for parameter in (matrix, torch.nn.Parameter(matrix, False), matrix):
-        how = {"bias": bias if biased else None, "sigmoid": (10, 13), "ahead": True}
-        found = added_norm_and_maps(apart(x), apart(other), weight, parameter, backend="triton", **how)
+    own = [torch.nn.Parameter(y, False) for y in (weight, matrix, bias)]
+    # parameters are read ahead, and what is none, such as one of them here, is not
+    for scale, weights, added in ((weight, matrix, bias), own, (weight, *own[1:]), (own[0], matrix, own[2])):
+        how = {"bias": added if biased else None, "sigmoid": (10, 13), "ahead": True}
+        found = added_norm_and_maps(apart(x), apart(other), scale, weights, backend="triton", **how)
         for got, wanted in zip(found, (total, normal, made), strict=True):
             assert_near(got, wanted)
     assert launched == [2]

@@ -38,10 +38,24 @@ def begin(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def fetch(at, ok):
+    """Ask for what lies at these addresses, so that the L2 cache has it when it is read. This may stand before `begin`,
+    since it reads nothing: a kernel that still writes there does so in that cache. From Hopper on."""
+    ask: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    tl.inline_asm_elementwise(ask, "=r,l,r", [at.to(tl.int64), ok.to(tl.int32)], tl.int32, is_pure=False, pack=1)
+
+
 def early(device: torch.device, programs: int = 0) -> dict[str, Any]:
     """The named arguments of a launch on this device, whose kernel takes EARLY. programs: of the launch, where it may
     have so many that it has nothing to gain."""
     return {"EARLY": True, "launch_pdl": True} if programs <= SHORT and _able(device) else {"EARLY": False}
+
+
+def early_and_fetching(device: torch.device, programs: int) -> dict[str, Any]:
+    """`early` for any number of programs, with FETCH: whether so few may call `fetch`. In longer launches most programs
+    begin when memory is busy."""
+    return {**early(device), "FETCH": early(device, programs)["EARLY"]}
 
 
 def _able(device: torch.device) -> bool:

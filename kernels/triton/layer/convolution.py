@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dsf.kernels.triton import functions as fn
-from dsf.kernels.triton.early import begin
+from dsf.kernels.triton.early import begin, fetch
 
 
 @triton.jit
@@ -267,7 +267,7 @@ def convolve(
 @triton.jit
 def convolve_step(
     x, batch_stride, weight, bias, state, ys, new, about: tl.constexpr, K: tl.constexpr, BC: tl.constexpr,
-    BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """One token of every sequence: grid (BLOCKS · B). new may be the state, which is read before it is written."""
     block = tl.program_id(0) % BLOCKS
@@ -279,6 +279,10 @@ def convolve_step(
     ok = c0 + lane < width
     c = low + c0 + lane
     own = i_b * C * (K - 1)
+    if FETCH:
+        fetch(weight + c * K, ok)
+        if state is not None:
+            fetch(state + own + c * (K - 1), ok)
     begin(EARLY)
     past = first_before(start_of(state, i_b, C * (K - 1)), c, ok, K)
     taps, added = taps_of(weight, bias, c, ok, K)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsf.kernels.operators import check_convolution, refuse_second_order
-from dsf.kernels.triton.early import early
+from dsf.kernels.triton.early import early_and_fetching
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.layer import table
 from dsf.kernels.triton.layer.convolution import convolve, convolve_step
@@ -177,13 +177,13 @@ def _step(
         raise ValueError(f"a step of a short convolution takes one token, x [B, 1, C], got {list(x.shape)}")
     x, (weight, bias) = _rows(x), _dense(weight, bias)
     y = x.new_empty(x.shape)
-    channels, warps = table.convolution_step(options[1], options[2], x.shape[0], x.element_size())
+    channels, warps = table.convolution_step(tuple(options[1]), tuple(options[2]))
     blocks = _blocks(channels, options[1])
     launch(
         convolve_step, (blocks * x.shape[0],),
         x, x.stride(0), weight, bias, state, _pieces(y.split(options[1], -1)), new,
         about=_about(x, options, channels), K=weight.shape[-1], BC=channels, BLOCKS=blocks, num_warps=warps,
-        **early(x.device),
+        **early_and_fetching(x.device, blocks * x.shape[0]),
     )  # fmt: skip
     return y
 

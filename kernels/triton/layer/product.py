@@ -25,40 +25,35 @@ from dsf.kernels.triton.sizes import power
 
 @triton.jit
 def _row(
-    of_x, of_gate, weight, more, normal, r, eps, about: tl.constexpr, act: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr,
+    of_x, of_gate, scales, more, normal, r, eps, at, inside, about: tl.constexpr, act: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """What row r is before the product, [G, W] in float32. The first program stores its sum, and itself if `normal`."""
-    GROUPS: tl.constexpr = about[0]
-    GROUP: tl.constexpr = about[1]
-    g = tl.arange(0, G)[:, None]
-    c = tl.arange(0, W)[None, :]
-    ok = (g < GROUPS) & (c < GROUP)
-    at = g * GROUP + c
+    """What row r is before the product, in float32, of its numbers `at` that are `inside`, times `scales` if SCALED.
+    The first program stores its sum, and itself if `normal`."""
+    SIZE: tl.constexpr = about[0] * about[1]
     x, x_stride = of_x
     gate, g_stride = of_gate
-    y = tl.load(x + r * x_stride + at, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(x + r * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if more is not None:
         other, o_stride, total = more
-        y += tl.load(other + r * o_stride + at, mask=ok, other=0.0).to(tl.float32)
+        y += tl.load(other + r * o_stride + at, mask=inside, other=0.0).to(tl.float32)
         summed = y.to(total.dtype.element_ty)
-        tl.store(total + r * (GROUPS * GROUP) + at, summed, mask=ok & (tl.program_id(0) == 0))
+        tl.store(total + r * SIZE + at, summed, mask=inside & (tl.program_id(0) == 0))
         y = summed.to(tl.float32)  # the norm is that of what is kept
-    value = tl.full((G, W), 1.0, tl.float32)
+    value = 1.0
     if gate is not None:
-        value, _ = gate_of(tl.load(gate + r * g_stride + at, mask=ok, other=0.0).to(tl.float32), act[2])
+        value, _ = gate_of(tl.load(gate + r * g_stride + at, mask=inside, other=0.0).to(tl.float32), act[2])
         if act[1]:
             y *= value
     if act[0]:
-        y *= tl.rsqrt(tl.sum(y * y, axis=1) / GROUP + eps)[:, None]
-    if weight is not None:
-        own = g % about[2] * GROUP + c  # heads share the weights of their groups
-        y *= tl.load(weight + own, mask=ok, other=0.0).to(tl.float32)
+        y *= tl.rsqrt(tl.sum(y * y, axis=1) / about[1] + eps)[:, None]
+    if SCALED:
+        y *= scales
     if gate is not None and not act[1]:
         y *= value
     if normal is not None:
         kept = y.to(normal.dtype.element_ty)
-        tl.store(normal + r * (GROUPS * GROUP) + at, kept, mask=ok & (tl.program_id(0) == 0))
+        tl.store(normal + r * SIZE + at, kept, mask=inside & (tl.program_id(0) == 0))
     return y
 
 
@@ -73,25 +68,28 @@ def product(
     of_x, of_gate: (tensor, stride of a row). more: None, or (a tensor that is added to x first, its stride of a row,
     the sum [ROWS, ·]). normal: None, or where the rows are kept, [ROWS, ·]. about: (groups, their size, ways: how many
     consecutive groups have weights of their own). act: (norm, gate before the norm, which activation, the first output
-    that passes a sigmoid, the one after the last). AHEAD: the matrix is older than the launch before. Grid (N / BN).
+    that passes a sigmoid, the one after the last). AHEAD: weight, matrix and bias are older than the launch before.
+    Grid (N / BN).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.arange(0, G)[:, None]
     c = tl.arange(0, W)[None, :]
-    ok = (n < N)[:, None, None] & ((g < about[0]) & (c < about[1]))[None, :, :]
-    at = (n * (about[0] * about[1]))[:, None, None] + (g * about[1] + c)[None, :, :]
+    at, inside = g * about[1] + c, (g < about[0]) & (c < about[1])
+    if not AHEAD:
+        begin(EARLY)
+    here = (n < N)[:, None, None] & inside[None, :, :]
+    rows = tl.load(matrix + (n * (about[0] * about[1]))[:, None, None] + at[None, :, :], mask=here, other=0.0)
+    scales, added = 0.0, 0.0
+    if weight is not None:  # heads share the weights of their groups
+        scales = tl.load(weight + g % about[2] * about[1] + c, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        added = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     if AHEAD:
-        rows = tl.load(matrix + at, mask=ok, other=0.0)
         begin(EARLY)
-    else:
-        begin(EARLY)
-        rows = tl.load(matrix + at, mask=ok, other=0.0)
     for r in tl.static_range(ROWS):
-        y = _row(of_x, of_gate, weight, more, normal, r, eps, about, act, G, W)
+        y = _row(of_x, of_gate, scales, more, normal, r, eps, at, inside, about, act, weight is not None)
         y = y.to(matrix.dtype.element_ty).to(tl.float32)  # as it would be stored
-        found = tl.sum(tl.sum(rows.to(tl.float32) * y[None, :, :], axis=2), axis=1)
-        if bias is not None:
-            found += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        found = tl.sum(tl.sum(rows.to(tl.float32) * y[None, :, :], axis=2), axis=1) + added
         if act[4] > act[3]:
             stored = found.to(out.dtype.element_ty).to(tl.float32)
             found = tl.where((n >= act[3]) & (n < act[4]), tl.sigmoid(stored), found)

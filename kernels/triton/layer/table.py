@@ -10,6 +10,7 @@ from dsf.kernels.triton.sizes import power
 LANES = 32  # of a warp
 FEW = 16  # programs of a launch that takes as long as one of them
 TAPS = 8  # whose gradients a program of depthwise_gradient sums
+SOME = 128  # programs that leave next to no multiprocessor of an H100 or H200 without one
 PLAIN = 1024  # numbers of a group that nothing else decides
 PROGRAMS = 1056  # fewest programs of a launch: eight for each multiprocessor of an H100 or H200
 
@@ -40,13 +41,11 @@ def convolution(widths: tuple[int, ...], tokens: int, batch: int, size: int, tap
     return Tile(channels, rows, 8, warps)
 
 
-def convolution_step(widths: tuple[int, ...], heads: tuple[int, ...], batch: int, size: int) -> tuple[int, int]:
-    """(channels, warps) of a program of the convolution of one token: as `convolution`, or a lane holds two channels
-    where there would be few programs."""
-    tile = convolution(widths, 1, batch, size, 1, False)
-    few = batch * sum(-(-w // tile.channels) for w in widths) <= FEW
-    channels = max(min(tile.channels, 256) if few else tile.channels, *heads)
-    return channels, max(1, channels // 64 if few else max(tile.warps, max(heads) // 256))
+def convolution_step(widths: tuple[int, ...], heads: tuple[int, ...]) -> tuple[int, int]:
+    """(channels, warps) of a program of the convolution of one token: a channel a lane, so that no lane needs what
+    another one has loaded of taps and states."""
+    channels = max(LANES, min(256, power(max(widths))), *heads)
+    return channels, channels // LANES
 
 
 def depthwise(channels: int, size: int) -> Tile:
@@ -112,10 +111,10 @@ def reversal(group: int, rows: int) -> tuple[int, int, int]:
 
 
 def product(outputs: int, width: int) -> tuple[int, int]:
-    """Of a product of few rows with a matrix [outputs, ·] of this padded width: (outputs of a program, warps). Each
-    lane asks for 64 numbers at once, unless that leaves fewer than four programs for each multiprocessor. No two lanes
-    have the same number of a row, since lanes that have may round a sum differently."""
-    block = max(1, 8192 // width)
-    while block > 1 and outputs < 512 * block:
+    """Of a product of few rows with a matrix [outputs, ·] of this padded width: (outputs of a program, warps), by
+    measurements on an H200 (docs/kernels/decode.md). No two lanes have the same number of a row, since lanes that have
+    may round a sum differently."""
+    block = 8192 // width if width <= 1024 else max(1, min(4, 32768 // width))
+    while block > 1 and outputs < SOME * block:
         block //= 2
-    return block, min(4, width // LANES)
+    return block, min(4 if block * width <= 8192 else 8, width // LANES)

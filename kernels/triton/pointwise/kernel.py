@@ -15,8 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsf.kernels.triton.early import begin
+from dsf.kernels.triton.early import begin, fetch
 from dsf.kernels.triton.packed import place_of_chunk, sequence_of_chunk
+
+LINE = tl.constexpr(32)  # numbers of a state that caches hold together
 
 
 @triton.jit
@@ -116,14 +118,15 @@ def levels(args, maps, first, out, last, table, T, H, blocks, body: tl.constexpr
 
 @triton.jit
 def step(
-    args, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, NB: tl.constexpr,
-    BP: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+    args, state, H, P, body: tl.constexpr, shared: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
+    NB: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+    FETCH: tl.constexpr,
 ):  # fmt: skip
     """One token of every sequence. A program handles BLOCKS · BP channels of HEADS heads, which lie along a tile's axis
     of tokens. Grid (P / BLOCKS / BP · H / HEADS · B).
 
-    shared: printed function for what all channels share, which overwrites the state's columns that belong to none; None
-    where there are no such columns.
+    state: [B, H, N, COLUMNS], which `body` reads and may overwrite. shared: printed function for what all channels
+    share, which overwrites the state's columns that belong to none; None where there are no such columns.
     """
     program = tl.program_id(0)
     parts = tl.cdiv(P, BP * BLOCKS)
@@ -141,6 +144,10 @@ def step(
     else:
         t = tl.arange(0, 1)[:, None, None]
         t_ok, i_h, n_ok = t < 1, first.to(tl.int64), n < N
+        if FETCH:
+            for block in range(BLOCKS):
+                lines = (part * BLOCKS + block) * BP + tl.arange(0, (BP + LINE - 1) // LINE)[None, None, :] * LINE
+                fetch(state + ((i_b * H + i_h) * N + n) * COLUMNS + lines, n_ok & (lines < P))
     held = (t,)
     begin(EARLY)
     if shared is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsf.kernels.triton.early import early
+from dsf.kernels.triton.early import early_and_fetching
 from dsf.kernels.triton.launch import launch
 from dsf.kernels.triton.operators import operator
 from dsf.kernels.triton.pointwise.kernel import step
@@ -80,8 +80,10 @@ def tile(n: int, p: int, program: StepProgram, heads: int) -> tuple[int, int, in
         numbers, own = 1024, 256
     elif keys <= 16:
         numbers = 1024
+    elif few and keys >= 128 and not program.shared:
+        numbers, own = 2048, 2 * keys
     elif keys >= 128 and program.corrected:
-        numbers, own = (4096, 512) if few or program.micro == 1 else (2048, 2048)
+        numbers, own = (4096, 512) if program.micro == 1 else (2048, 2048)
     elif program.shared and program.micro > 2:  # several Key vectors of every write and read in registers
         numbers, own = 2048, 256
     elif keys >= 128 and program.shared:
@@ -122,10 +124,11 @@ def _launch(program: StepProgram, operands: Sequence[Tensor], state: Tensor, new
     args = arguments_of(program.accesses, tensors, heads, False)  # one token has no stride
     run = _heads_of(keys * channels, heads, batch * parts)
     warps = warps if run == 1 else max(1, min(4, keys * channels * run // 256))
+    programs = parts // blocks * -(-heads // run) * batch
     launch(
-        step, (parts // blocks * -(-heads // run) * batch,), args, heads, p, body=program.functions.step,
+        step, (programs,), args, state, heads, p, body=program.functions.step,
         shared=program.functions.shared if program.shared else None, N=n, COLUMNS=state.shape[-1], NB=keys, BP=channels,
-        BLOCKS=blocks, HEADS=run, num_warps=warps, **early(y.device),
+        BLOCKS=blocks, HEADS=run, num_warps=warps, **early_and_fetching(y.device, programs),
     )  # fmt: skip
     if apart:
         for rows, columns in _shared(program, n, p):
